@@ -1,0 +1,1 @@
+// The precompiled header lives in an object library of its own; see cram_targets.cmake.

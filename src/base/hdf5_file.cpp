@@ -1,0 +1,164 @@
+#include "base/hdf5_file.h"
+
+#include <hdf5.h>
+
+#include <utility>
+
+namespace cram {
+namespace {
+
+// Owns one HDF5 identifier.
+class Handle {
+ public:
+  Handle(hid_t id, herr_t (*close)(hid_t)) noexcept : id_(id), close_(close) {}
+  Handle(Handle&& other) noexcept : id_(std::exchange(other.id_, -1)), close_(other.close_) {}
+  Handle& operator=(Handle&&) = delete;
+  ~Handle() {
+    if (id_ >= 0) close_(id_);
+  }
+  [[nodiscard]] hid_t get() const noexcept { return id_; }
+  [[nodiscard]] bool valid() const noexcept { return id_ >= 0; }
+  [[nodiscard]] herr_t close() noexcept { return close_(std::exchange(id_, -1)); }
+
+ private:
+  hid_t id_;
+  herr_t (*close_)(hid_t);
+};
+static_assert(!std::is_copy_constructible_v<Handle>);
+
+hid_t native_type(ArrayType type) {
+  switch (type) {
+    case ArrayType::kU16: return H5T_NATIVE_UINT16;
+    case ArrayType::kU32: return H5T_NATIVE_UINT32;
+    case ArrayType::kI64: return H5T_NATIVE_INT64;
+    case ArrayType::kF32: return H5T_NATIVE_FLOAT;
+    case ArrayType::kF64: return H5T_NATIVE_DOUBLE;
+  }
+  return -1;
+}
+
+hid_t stored_type(ArrayType type) {
+  switch (type) {
+    case ArrayType::kU16: return H5T_STD_U16LE;
+    case ArrayType::kU32: return H5T_STD_U32LE;
+    case ArrayType::kI64: return H5T_STD_I64LE;
+    case ArrayType::kF32: return H5T_IEEE_F32LE;
+    case ArrayType::kF64: return H5T_IEEE_F64LE;
+  }
+  return -1;
+}
+
+// HDF5 prints its error stack to stderr by default; ours says what matters.
+void quiet() { H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr); }
+
+std::string shape_text(const std::vector<std::int64_t>& shape) {
+  std::string text = "[";
+  for (const std::int64_t extent : shape) text += concat(text.size() > 1 ? "," : "", extent);
+  return text + "]";
+}
+
+}  // namespace
+
+std::size_t array_item_bytes(ArrayType type) {
+  switch (type) {
+    case ArrayType::kU16: return 2;
+    case ArrayType::kU32:
+    case ArrayType::kF32: return 4;
+    case ArrayType::kI64:
+    case ArrayType::kF64: return 8;
+  }
+  return 0;
+}
+
+struct ArrayFileWriter::State {
+  std::string path;
+  ExitCode code;
+  Handle file;
+};
+
+ArrayFileWriter::ArrayFileWriter(const std::string& path, ExitCode code) {
+  quiet();
+  Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
+  H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110);
+  Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose);
+  CRAM_CHECK(file.valid(), code, "cannot create ", path, ": no space, no permission, or it exists");
+  state_.reset(new State{path, code, std::move(file)});
+}
+
+ArrayFileWriter::~ArrayFileWriter() = default;
+
+void ArrayFileWriter::write(const std::string& name, const ArrayInfo& info, const void* data) {
+  const std::vector<hsize_t> extents(info.shape.begin(), info.shape.end());
+  const Handle space(H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose);
+  const Handle links(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
+  H5Pset_create_intermediate_group(links.get(), 1);
+  Handle array(H5Dcreate2(state_->file.get(), name.c_str(), stored_type(info.type), space.get(), links.get(), H5P_DEFAULT,
+                          H5P_DEFAULT),
+               H5Dclose);
+  const bool written =
+      array.valid() && H5Dwrite(array.get(), native_type(info.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0;
+  CRAM_CHECK(written && array.close() >= 0, state_->code, "writing ", name, " ", shape_text(info.shape), " to ",
+             state_->path, " failed: the disk may be full");
+}
+
+void ArrayFileWriter::close() {
+  const bool flushed = H5Fflush(state_->file.get(), H5F_SCOPE_GLOBAL) >= 0;
+  CRAM_CHECK(state_->file.close() >= 0 && flushed, state_->code, "closing ", state_->path,
+             " failed: the disk may be full");
+}
+
+struct ArrayFileReader::State {
+  std::string path;
+  ExitCode code;
+  Handle file;
+};
+
+ArrayFileReader::ArrayFileReader(const std::string& path, ExitCode code) {
+  quiet();
+  Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), H5Fclose);
+  CRAM_CHECK(file.valid(), code, "cannot read ", path, " as HDF5");
+  state_.reset(new State{path, code, std::move(file)});
+}
+
+ArrayFileReader::~ArrayFileReader() = default;
+
+bool ArrayFileReader::has(const std::string& name) const {
+  // H5Lexists wants every group on the way to exist, so walk.
+  for (std::size_t slash = name.find('/', 1); slash != std::string::npos; slash = name.find('/', slash + 1)) {
+    if (H5Lexists(state_->file.get(), name.substr(0, slash).c_str(), H5P_DEFAULT) <= 0) return false;
+  }
+  return H5Lexists(state_->file.get(), name.c_str(), H5P_DEFAULT) > 0;
+}
+
+ArrayInfo ArrayFileReader::info(const std::string& name) const {
+  CRAM_CHECK(has(name), state_->code, state_->path, " has no array ", name);
+  const Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
+  CRAM_CHECK(array.valid(), state_->code, "cannot open ", name, " in ", state_->path);
+  const Handle space(H5Dget_space(array.get()), H5Sclose);
+  const Handle type(H5Dget_type(array.get()), H5Tclose);
+  ArrayInfo result;
+  std::vector<hsize_t> extents(static_cast<std::size_t>(H5Sget_simple_extent_ndims(space.get())));
+  H5Sget_simple_extent_dims(space.get(), extents.data(), nullptr);
+  result.shape.assign(extents.begin(), extents.end());
+  for (const ArrayType candidate :
+       {ArrayType::kU16, ArrayType::kU32, ArrayType::kI64, ArrayType::kF32, ArrayType::kF64}) {
+    if (H5Tequal(type.get(), stored_type(candidate)) > 0) {
+      result.type = candidate;
+      return result;
+    }
+  }
+  fail(state_->code, name, " in ", state_->path, " has an unexpected number format");
+}
+
+void ArrayFileReader::read(const std::string& name, const ArrayInfo& expected, void* data) const {
+  const ArrayInfo found = info(name);
+  CRAM_CHECK(found.type == expected.type && found.shape == expected.shape, state_->code, name, " in ", state_->path,
+             " has shape ", shape_text(found.shape), " in ", 8 * array_item_bytes(found.type), " bits, expected ",
+             shape_text(expected.shape), " in ", 8 * array_item_bytes(expected.type));
+  const Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
+  CRAM_CHECK(array.valid() &&
+                 H5Dread(array.get(), native_type(expected.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0,
+             state_->code, "reading ", name, " from ", state_->path, " failed");
+}
+
+}  // namespace cram

@@ -1,0 +1,55 @@
+// Whole arrays in HDF5 files, every return value checked. hdf5.h stays in the .cpp.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/check.h"
+
+namespace cram {
+
+enum class ArrayType { kU16, kU32, kI64, kF32, kF64 };
+[[nodiscard]] std::size_t array_item_bytes(ArrayType type);
+
+struct ArrayInfo {
+  ArrayType type = ArrayType::kF32;
+  std::vector<std::int64_t> shape;
+};
+
+/// Writes a new file. Nothing is durable before `close()` returned: a disk that fills up shows there at the latest.
+class ArrayFileWriter {
+ public:
+  ArrayFileWriter(const std::string& path, ExitCode code);
+  ~ArrayFileWriter();  ///< closes without checks; the file is then not to be trusted
+  ArrayFileWriter(const ArrayFileWriter&) = delete;
+  ArrayFileWriter& operator=(const ArrayFileWriter&) = delete;
+
+  /// `name` may hold '/' for groups, which are made. Contiguous little-endian storage.
+  void write(const std::string& name, const ArrayInfo& info, const void* data);
+  void close();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+class ArrayFileReader {
+ public:
+  ArrayFileReader(const std::string& path, ExitCode code);
+  ~ArrayFileReader();
+  ArrayFileReader(const ArrayFileReader&) = delete;
+  ArrayFileReader& operator=(const ArrayFileReader&) = delete;
+
+  [[nodiscard]] bool has(const std::string& name) const;
+  [[nodiscard]] ArrayInfo info(const std::string& name) const;
+  /// Reads the whole array; `expected` must match type and shape.
+  void read(const std::string& name, const ArrayInfo& expected, void* data) const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cram

@@ -1,0 +1,296 @@
+#include "data/shard.h"
+
+#include <hdf5.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "base/digest.h"
+#include "base/file_io.h"
+
+namespace cram {
+namespace {
+
+constexpr const char* kMagic = "cram-shard";
+constexpr const char* kDataset = "input_ids";
+
+/// Owns one HDF5 identifier. Every id goes through here, so a failed call cannot be overlooked.
+class Hdf5Handle {
+ public:
+  using Close = herr_t (*)(hid_t);
+  Hdf5Handle(hid_t id, Close close_function, const std::string& what)
+      : id_(id), close_(close_function), what_(what) {
+    CRAM_CHECK(id >= 0, ExitCode::kData, "HDF5 failed: ", what);
+  }
+  Hdf5Handle(Hdf5Handle&& other) noexcept
+      : id_(std::exchange(other.id_, -1)), close_(other.close_), what_(std::move(other.what_)) {}
+  Hdf5Handle& operator=(Hdf5Handle&&) = delete;
+  ~Hdf5Handle() {
+    if (id_ >= 0) close_(id_);
+  }
+  [[nodiscard]] hid_t get() const noexcept { return id_; }
+  /// For writers: a close can be the call that finds the disk full.
+  void close() {
+    CRAM_CHECK(close_(std::exchange(id_, -1)) >= 0, ExitCode::kData, "HDF5 failed closing: ", what_);
+  }
+
+ private:
+  hid_t id_;
+  Close close_;
+  std::string what_;
+};
+static_assert(!std::is_copy_constructible_v<Hdf5Handle>);
+
+void check(herr_t status, const std::string& what) {
+  CRAM_CHECK(status >= 0, ExitCode::kData, "HDF5 failed: ", what);
+}
+
+/// File access for this project: no locks (shards are immutable and may lie on read-only or locked storage), a format
+/// that HDF5 1.10 and h5py read, everything closed with the file. The error stack is per thread and we report ourselves.
+Hdf5Handle file_access() {
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  Hdf5Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "file access list");
+  check(H5Pset_file_locking(access.get(), false, true), "switching file locks off");
+  check(H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110), "format bounds");
+  check(H5Pset_fclose_degree(access.get(), H5F_CLOSE_STRONG), "close degree");
+  return access;
+}
+
+void write_integer(hid_t file, const char* name, std::int64_t value) {
+  const Hdf5Handle space(H5Screate(H5S_SCALAR), H5Sclose, name);
+  const Hdf5Handle attribute(H5Acreate2(file, name, H5T_STD_I64LE, space.get(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose,
+                             name);
+  check(H5Awrite(attribute.get(), H5T_NATIVE_INT64, &value), name);
+}
+
+void write_text(hid_t file, const char* name, const std::string& value) {
+  const Hdf5Handle type(H5Tcopy(H5T_C_S1), H5Tclose, name);
+  check(H5Tset_size(type.get(), value.size() + 1), name);
+  const Hdf5Handle space(H5Screate(H5S_SCALAR), H5Sclose, name);
+  const Hdf5Handle attribute(H5Acreate2(file, name, type.get(), space.get(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose, name);
+  check(H5Awrite(attribute.get(), type.get(), value.c_str()), name);
+}
+
+std::int64_t read_integer(hid_t file, const char* name) {
+  const Hdf5Handle attribute(H5Aopen(file, name, H5P_DEFAULT), H5Aclose, concat("no attribute ", name));
+  const Hdf5Handle space(H5Aget_space(attribute.get()), H5Sclose, name);
+  CRAM_CHECK(H5Sget_simple_extent_npoints(space.get()) == 1, ExitCode::kData, "attribute ", name, " is no single number");
+  std::int64_t value = 0;
+  check(H5Aread(attribute.get(), H5T_NATIVE_INT64, &value), concat("attribute ", name));
+  return value;
+}
+
+std::string read_text(hid_t file, const char* name) {
+  constexpr std::size_t kLimit = 4096;
+  const Hdf5Handle attribute(H5Aopen(file, name, H5P_DEFAULT), H5Aclose, concat("no attribute ", name));
+  const Hdf5Handle space(H5Aget_space(attribute.get()), H5Sclose, name);
+  const Hdf5Handle type(H5Aget_type(attribute.get()), H5Tclose, name);
+  const std::size_t size = H5Tget_size(type.get());
+  CRAM_CHECK(H5Tget_class(type.get()) == H5T_STRING && H5Tis_variable_str(type.get()) == 0 && size > 0 &&
+                 size <= kLimit && H5Sget_simple_extent_npoints(space.get()) == 1,
+             ExitCode::kData, "attribute ", name, " is no short text");
+  std::string value(size, '\0');
+  check(H5Aread(attribute.get(), type.get(), value.data()), concat("attribute ", name));
+  value.resize(std::min(size, value.find('\0')));
+  return value;
+}
+
+void write_header(hid_t file, const ShardHeader& header) {
+  write_text(file, "magic", kMagic);
+  write_integer(file, "version", kShardVersion);
+  write_integer(file, "seq_length", header.seq_length);
+  write_integer(file, "vocab_size", header.vocab_size);
+  write_integer(file, "rows", header.rows);
+  write_integer(file, "tokens", header.rows * header.seq_length);
+  write_integer(file, "shard_index", header.shard_index);
+  write_text(file, "split", header.split);
+  write_text(file, "order", header.order);
+  write_text(file, "tokenizer_digest", header.tokenizer_digest);
+}
+
+ShardHeader read_header(hid_t file) {
+  const std::string magic = read_text(file, "magic");
+  CRAM_CHECK(magic == kMagic, ExitCode::kData, "magic is '", magic, "', expected '", kMagic, "'");
+  const std::int64_t version = read_integer(file, "version");
+  CRAM_CHECK(version == kShardVersion, ExitCode::kData, "shard version ", version, ", this program reads version ",
+             kShardVersion, ": prepare the data again");
+  ShardHeader header;
+  header.seq_length = read_integer(file, "seq_length");
+  header.vocab_size = read_integer(file, "vocab_size");
+  header.rows = read_integer(file, "rows");
+  header.shard_index = read_integer(file, "shard_index");
+  header.split = read_text(file, "split");
+  header.order = read_text(file, "order");
+  header.tokenizer_digest = read_text(file, "tokenizer_digest");
+  CRAM_CHECK(header.seq_length > 0 && header.rows >= 0 && header.vocab_size > 0, ExitCode::kData,
+             "the header has seq_length ", header.seq_length, ", rows ", header.rows, ", vocab_size ",
+             header.vocab_size);
+  return header;
+}
+
+using Extent = std::array<hsize_t, 2>;
+
+Extent extent(std::int64_t rows, std::int64_t seq_length) {
+  return {static_cast<hsize_t>(rows), static_cast<hsize_t>(seq_length)};
+}
+
+/// The part [first, first+count) of a dataset's file space.
+void select_rows(hid_t space, std::int64_t first, std::int64_t count, std::int64_t seq_length) {
+  const Extent start = extent(first, 0);
+  const Extent size = extent(count, seq_length);
+  check(H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, size.data(), nullptr), "selecting rows");
+}
+
+/// Writes the file and returns the digest of the ids that went in.
+std::string write_rows(const std::filesystem::path& path, const ShardHeader& header, const FillRows& fill_rows) {
+  const Hdf5Handle access = file_access();
+  Hdf5Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose,
+                  concat("creating ", path.string()));
+  write_header(file.get(), header);
+
+  const Hdf5Handle creation(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "dataset properties");
+  const Extent chunk = extent(kShardBlockRows, header.seq_length);
+  check(H5Pset_chunk(creation.get(), 2, chunk.data()), "chunks");
+  check(H5Pset_fletcher32(creation.get()), "checksum");
+  check(H5Pset_obj_track_times(creation.get(), false), "times");  // or two runs would differ by their clock
+
+  // The row dimension is unlimited on paper only: a chunk may not be larger than a fixed dimension.
+  const Extent size = extent(header.rows, header.seq_length);
+  const Extent maximum{H5S_UNLIMITED, size[1]};
+  const Hdf5Handle space(H5Screate_simple(2, size.data(), maximum.data()), H5Sclose, "dataset space");
+  const hid_t stored = header.vocab_size > 65536 ? H5T_STD_U32LE : H5T_STD_U16LE;
+  Hdf5Handle dataset(
+      H5Dcreate2(file.get(), kDataset, stored, space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT), H5Dclose,
+      concat("dataset of ", path.string()));
+
+  Digest digest;
+  std::vector<std::uint32_t> block;
+  for (std::int64_t first = 0; first < header.rows; first += kShardBlockRows) {
+    const std::int64_t count = std::min(kShardBlockRows, header.rows - first);
+    block.resize(static_cast<std::size_t>(count * header.seq_length));
+    fill_rows(first, count, block.data());
+    for (const std::uint32_t id : block) {
+      CRAM_CHECK(id < header.vocab_size, ExitCode::kData, "id ", id, " in a vocabulary of ", header.vocab_size);
+    }
+    digest.update(block.data(), block.size() * sizeof block[0]);
+    select_rows(space.get(), first, count, header.seq_length);
+    const Extent block_size = extent(count, header.seq_length);
+    const Hdf5Handle memory(H5Screate_simple(2, block_size.data(), nullptr), H5Sclose, "block space");
+    check(H5Dwrite(dataset.get(), H5T_NATIVE_UINT32, memory.get(), space.get(), H5P_DEFAULT, block.data()),
+          concat("writing rows of ", path.string(), " (is the disk full?)"));
+  }
+  dataset.close();
+  check(H5Fflush(file.get(), H5F_SCOPE_GLOBAL), concat("flushing ", path.string()));
+  file.close();
+  return digest.hex();
+}
+
+std::string digest_of_rows(const std::filesystem::path& path) {
+  const ShardReader reader = ShardReader::open(path);
+  const ShardHeader& header = reader.header();
+  Digest digest;
+  std::vector<std::uint32_t> block;
+  for (std::int64_t first = 0; first < header.rows; first += kShardBlockRows) {
+    const std::int64_t count = std::min(kShardBlockRows, header.rows - first);
+    block.resize(static_cast<std::size_t>(count * header.seq_length));
+    reader.read(first, count, block.data());
+    digest.update(block.data(), block.size() * sizeof block[0]);
+  }
+  return digest.hex();
+}
+
+}  // namespace
+
+ShardFile write_shard(const std::filesystem::path& path, const ShardHeader& header, const FillRows& fill_rows) {
+  const std::filesystem::path temporary = path.string() + temporary_suffix();
+  ShardFile result;
+  try {
+    const std::string written = write_rows(temporary, header, fill_rows);
+    const std::string read_back = digest_of_rows(temporary);
+    CRAM_CHECK(written == read_back, ExitCode::kData, "the rows read back from ", temporary.string(),
+               " are not those written: is the disk faulty or full?");
+    sync_file(temporary, ExitCode::kData);
+    result = {path.filename().string(), header.rows,
+              static_cast<std::int64_t>(std::filesystem::file_size(temporary)), digest_file(temporary.string())};
+    rename_path(temporary, path, ExitCode::kData);
+  } catch (...) {
+    std::error_code ignored;
+    std::filesystem::remove(temporary, ignored);
+    throw;
+  }
+  sync_folder(path.has_parent_path() ? path.parent_path() : std::filesystem::path("."), ExitCode::kData);
+  return result;
+}
+
+struct ShardReader::State {
+  State(const std::filesystem::path& shard_path, const Hdf5Handle& access)
+      : path(shard_path.string()),
+        file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose, "it is no HDF5 file or not readable"),
+        header(read_header(file.get())),
+        dataset(H5Dopen2(file.get(), kDataset, H5P_DEFAULT), H5Dclose, "no dataset input_ids"),
+        space(H5Dget_space(dataset.get()), H5Sclose, "dataset space") {}
+
+  std::string path;
+  Hdf5Handle file;
+  ShardHeader header;
+  Hdf5Handle dataset;
+  Hdf5Handle space;
+};
+
+ShardReader::ShardReader(std::unique_ptr<State> state) noexcept : state_(std::move(state)) {}
+ShardReader::ShardReader(ShardReader&&) noexcept = default;
+ShardReader& ShardReader::operator=(ShardReader&&) noexcept = default;
+ShardReader::~ShardReader() = default;
+
+ShardReader ShardReader::open(const std::filesystem::path& path) {
+  const Hdf5Handle access = file_access();
+  try {
+    auto state = std::make_unique<State>(path, access);
+    const ShardHeader& header = state->header;
+    Extent size{};
+    CRAM_CHECK(H5Sget_simple_extent_ndims(state->space.get()) == 2 &&
+                   H5Sget_simple_extent_dims(state->space.get(), size.data(), nullptr) == 2 &&
+                   size == extent(header.rows, header.seq_length),
+               ExitCode::kData, "input_ids is ", size[0], "x", size[1], ", the header says ", header.rows, "x",
+               header.seq_length);
+    const Hdf5Handle type(H5Dget_type(state->dataset.get()), H5Tclose, "dataset type");
+    const std::size_t width = header.vocab_size > 65536 ? 4 : 2;
+    CRAM_CHECK(H5Tget_class(type.get()) == H5T_INTEGER && H5Tget_sign(type.get()) == H5T_SGN_NONE &&
+                   H5Tget_size(type.get()) == width,
+               ExitCode::kData, "input_ids is not uint", 8 * width);
+    return ShardReader(std::move(state));
+  } catch (const Error& error) {
+    fail(ExitCode::kData, "bad shard ", path.string(), ": ", error.what());
+  }
+}
+
+const ShardHeader& ShardReader::header() const { return state_->header; }
+
+void ShardReader::read(std::int64_t first, std::int64_t count, std::uint32_t* out) const {
+  const ShardHeader& header = state_->header;
+  CRAM_CHECK(first >= 0 && count >= 0 && first + count <= header.rows, ExitCode::kData, "rows [", first, ", ",
+             first + count, ") of ", state_->path, ", which has ", header.rows);
+  if (count == 0) return;
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  select_rows(state_->space.get(), first, count, header.seq_length);
+  const Extent size = extent(count, header.seq_length);
+  const Hdf5Handle memory(H5Screate_simple(2, size.data(), nullptr), H5Sclose, "block space");
+  check(H5Dread(state_->dataset.get(), H5T_NATIVE_UINT32, memory.get(), state_->space.get(), H5P_DEFAULT, out),
+        concat("reading rows [", first, ", ", first + count, ") of ", state_->path, ": the checksum or the file is bad"));
+  const std::uint32_t largest = *std::max_element(out, out + count * header.seq_length);
+  CRAM_CHECK(largest < header.vocab_size, ExitCode::kData, state_->path, " has id ", largest,
+             " in a vocabulary of ", header.vocab_size);
+}
+
+std::string hdf5_version() {
+  unsigned major = 0;
+  unsigned minor = 0;
+  unsigned release = 0;
+  H5get_libversion(&major, &minor, &release);
+  return concat("HDF5 ", major, ".", minor, ".", release);
+}
+
+}  // namespace cram

@@ -1,0 +1,39 @@
+// Word embedding plus scaled sinusoidal positions, then LayerNorm.
+#pragma once
+
+#include "model/norm.h"
+
+namespace cram {
+
+inline constexpr std::int64_t kPadId = 0;  ///< the look-up sends no gradient into this row
+
+class Embedding {
+ public:
+  struct Saved {
+    at::Tensor ids;  // [N]
+    std::int64_t batch = 0;
+    LayerNorm::Saved norm;
+  };
+
+  Embedding(const ModelConfig& config, ParameterStore& store);
+
+  /// ids [B,S'] with S' <= S -> [B*S',H] in the working format.
+  [[nodiscard]] at::Tensor forward(const at::Tensor& ids, Saved* saved);
+  /// dy [N,H]; adds to the gradients of the embedding, the position scale and the norm.
+  void backward(const at::Tensor& dy, const Saved& saved);
+
+  [[nodiscard]] ParamId word_embedding() const { return word_embedding_; }
+
+ private:
+  [[nodiscard]] const at::Tensor& position_table();
+  ModelConfig config_;
+  const ParameterStore& store_;
+  ParamId word_embedding_, scale_factor_;
+  LayerNorm norm_;
+  at::Tensor position_table_;  // [S,H] in the master format; made at first use, when the device is known
+};
+
+/// PE[s,2i] = sin(s * 10000^(-2i/H)), PE[s,2i+1] = cos(same), fp64 (Vaswani et al. 2017, section 3.5).
+[[nodiscard]] at::Tensor sinusoidal_table(std::int64_t seq_length, std::int64_t hidden);
+
+}  // namespace cram

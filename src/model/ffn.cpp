@@ -1,0 +1,26 @@
+#include "model/ffn.h"
+
+#include <torch/types.h>
+
+#include "model/kernels/kernels.h"
+
+namespace cram {
+
+GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store)
+    : dense_in_(make_linear("dense", "replicated", {name + ".dense_in", config.hidden, config.ffn, kInitStddev}, store)),
+      dense_out_(
+          make_linear("dense", "replicated", {name + ".dense_out", config.ffn / 2, config.hidden, kInitStddev}, store)) {}
+
+at::Tensor GatedFfn::forward(const at::Tensor& x, Saved* saved) const {
+  const at::Tensor u = dense_in_->forward(x);
+  const at::Tensor g = kernels::geglu(u);
+  if (saved != nullptr) *saved = {x, u, g};
+  return dense_out_->forward(g);
+}
+
+at::Tensor GatedFfn::backward(const at::Tensor& dy, const Saved& saved) const {
+  const at::Tensor d_g = dense_out_->backward(dy, saved.g);
+  return dense_in_->backward(kernels::geglu_backward(d_g, saved.u), saved.x);
+}
+
+}  // namespace cram

@@ -1,0 +1,33 @@
+// Masked-language-model head: final norm of the masked positions only, then the tied word embedding as decoder.
+#pragma once
+
+#include "model/norm.h"
+
+namespace cram {
+
+class MlmHead {
+ public:
+  struct Saved {
+    at::Tensor positions;  // [M] rows of the hidden states
+    std::int64_t rows = 0;
+    LayerNorm::Saved norm;
+    at::Tensor normed;  // [M,H]
+  };
+
+  /// Registers encoder.final_norm; the decoder is the embedding's own parameter.
+  MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store);
+
+  /// hidden [N,H], positions [M] -> logits [M,V]. LayerNorm works row by row, so the rows are picked before it.
+  [[nodiscard]] at::Tensor logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const;
+  /// d_logits [M,V] -> d_hidden [N,H], zero outside the positions; adds the decoder's part to the tied gradient.
+  [[nodiscard]] at::Tensor backward(const at::Tensor& d_logits, const Saved& saved) const;
+  /// final_norm(hidden) for all rows.
+  [[nodiscard]] at::Tensor normed(const at::Tensor& hidden) const { return final_norm_.forward(hidden, nullptr); }
+
+ private:
+  const ParameterStore& store_;
+  ParamId tied_embedding_;
+  LayerNorm final_norm_;
+};
+
+}  // namespace cram

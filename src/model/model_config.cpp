@@ -1,0 +1,49 @@
+#include "model/model_config.h"
+
+namespace cram {
+
+void add_model_options(OptionTable& table, ModelConfig& config) {
+  constexpr double kMany = 1e6;
+  table.add("model.layers", &config.layers, "transformer layers").range(1, kMany).also_called({"num_layers", "depth"});
+  table.add("model.hidden", &config.hidden, "width of the residual stream")
+      .range(1, kMany)
+      .also_called({"hidden_size", "d_model", "dim"});
+  table.add("model.heads", &config.heads, "attention heads").range(1, kMany).also_called({"num_heads", "n_head"});
+  table.add("model.ffn", &config.ffn, "rows of the FFN's input matrix; half of them are the gate")
+      .range(2, kMany)
+      .also_called({"intermediate_size", "ffn_size"});
+  table.add("model.vocab_size", &config.vocab_size, "tokens; 0 takes the shards' value").range(0, 16e6);
+  table.add("model.seq_length", &config.seq_length, "tokens of a row; 0 takes the shards' value").range(0, kMany);
+  table.add("model.dropout", &config.dropout, "dropout in pretraining; the recipe uses none").range(0, 0.99);
+  table.add("model.preset", &config.preset, "architecture").choices({"crammed-bert"});
+  table.add("model.recompute", &config.recompute, "activations to recompute in the backward pass").choices({"none"});
+}
+
+void check_model_config(const ModelConfig& config) {
+  constexpr ExitCode kBad = ExitCode::kUsage;
+  CRAM_CHECK(config.hidden % config.heads == 0, kBad, "model.heads=", config.heads, " does not divide model.hidden=",
+             config.hidden, "; choose a divisor");
+  CRAM_CHECK(config.hidden % 2 == 0, kBad, "model.hidden=", config.hidden, " must be even (sine and cosine positions)");
+  CRAM_CHECK(config.ffn % 2 == 0, kBad, "model.ffn=", config.ffn, " must be even: half of its rows are the gate");
+  CRAM_CHECK(config.vocab_size > 5, kBad, "model.vocab_size=", config.vocab_size,
+             " must exceed the 5 special tokens; leave it out to take the shards' value");
+  CRAM_CHECK(config.seq_length > 0, kBad, "model.seq_length=", config.seq_length, " must be positive");
+  CRAM_CHECK(config.dropout == 0, kBad, "model.dropout=", config.dropout,
+             " is not available in pretraining, expected 0 (the recipe pretrains without dropout)");
+}
+
+std::int64_t parameter_count(const ModelConfig& c) {
+  const std::int64_t layer = 4 * c.hidden * c.hidden + c.hidden * c.ffn + c.hidden * c.ffn / 2 + 4 * c.hidden;
+  return c.vocab_size * c.hidden + 1 + 2 * c.hidden + c.layers * layer + 2 * c.hidden;
+}
+
+double train_flops_per_token(const ModelConfig& c, std::int64_t masked_per_row) {
+  const auto hidden = static_cast<double>(c.hidden);
+  const auto ffn = static_cast<double>(c.ffn);
+  const auto seq = static_cast<double>(c.seq_length);
+  const double layer = 2 * (4 * hidden * hidden + 1.5 * hidden * ffn) + 4 * seq * hidden;
+  const double decoder = 2 * hidden * static_cast<double>(c.vocab_size) * static_cast<double>(masked_per_row) / seq;
+  return 3 * (static_cast<double>(c.layers) * layer + decoder);
+}
+
+}  // namespace cram

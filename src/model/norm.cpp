@@ -1,0 +1,40 @@
+#include "model/norm.h"
+
+#include <torch/types.h>
+
+namespace cram {
+namespace {
+
+ParamId add_norm_parameter(const std::string& name, std::int64_t hidden, double value, ParameterStore& store) {
+  return store.add({.name = name,
+                    .global_shape = {hidden},
+                    .init = InitRule::kConstant,
+                    .init_value = value,
+                    .decay = false,
+                    .full_precision = true,
+                    .fan_in = 1});
+}
+
+}  // namespace
+
+LayerNorm::LayerNorm(const std::string& name, std::int64_t hidden, ParameterStore& store)
+    : store_(store),
+      weight_(add_norm_parameter(name + ".weight", hidden, 1, store)),
+      bias_(add_norm_parameter(name + ".bias", hidden, 0, store)) {}
+
+at::Tensor LayerNorm::forward(const at::Tensor& x, Saved* saved) const {
+  kernels::NormOutput out = kernels::layer_norm(x, store_.weight(weight_), store_.weight(bias_), kLayerNormEps);
+  const at::Tensor y = out.y;
+  if (saved != nullptr) {
+    out.y = at::Tensor();  // the consumer keeps what it needs of y
+    *saved = {x, out};
+  }
+  return y;
+}
+
+at::Tensor LayerNorm::backward(const at::Tensor& dy, const Saved& saved) const {
+  return kernels::layer_norm_backward(dy, saved.x, saved.norm, store_.weight(weight_), store_.weight(bias_),
+                                      store_.grad(weight_), store_.grad(bias_));
+}
+
+}  // namespace cram

@@ -1,0 +1,32 @@
+// LayerNorm with weight and bias, eps 1e-12, in full precision whatever the working format.
+#pragma once
+
+#include <string>
+
+#include "model/kernels/kernels.h"
+#include "model/model_config.h"
+#include "model/parameter_store.h"
+
+namespace cram {
+
+class LayerNorm {
+ public:
+  struct Saved {
+    at::Tensor x;  // [N,H]
+    kernels::NormOutput norm;
+  };
+
+  /// Registers `name`.weight and `name`.bias; neither decays.
+  LayerNorm(const std::string& name, std::int64_t hidden, ParameterStore& store);
+
+  /// x [N,H] -> [N,H]; fills `saved` when given (training).
+  [[nodiscard]] at::Tensor forward(const at::Tensor& x, Saved* saved) const;
+  /// dy [N,H] -> dx [N,H]; adds to the parameters' gradients.
+  [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;
+
+ private:
+  const ParameterStore& store_;
+  ParamId weight_, bias_;
+};
+
+}  // namespace cram

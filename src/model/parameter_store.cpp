@@ -1,0 +1,157 @@
+#include "model/parameter_store.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/rng.h"
+
+namespace cram {
+namespace {
+
+std::int64_t product(const std::vector<std::int64_t>& shape) {
+  std::int64_t n = 1;
+  for (const std::int64_t extent : shape) n *= extent;
+  return n;
+}
+
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// The parameter's slice of the full tensor of initial values, as fp64 on the CPU.
+at::Tensor initial_values(const ParamSpec& spec, std::uint64_t seed) {
+  const at::Tensor full = at::empty(spec.global_shape, at::kDouble);
+  if (spec.init == InitRule::kConstant) {
+    full.fill_(spec.init_value);
+  } else {
+    const std::uint64_t key = stream_key(seed, spec.name);
+    auto* data = full.data_ptr<double>();
+    at::parallel_for(0, full.numel(), 1 << 16, [&](std::int64_t begin, std::int64_t end) {
+      fill_normal(key, static_cast<std::uint64_t>(begin), 0, spec.init_value, data + begin,
+                  static_cast<std::uint64_t>(end - begin));
+    });
+  }
+  return full.slice(spec.slice_dim, spec.slice_begin, spec.slice_end);
+}
+
+}  // namespace
+
+Precision parse_precision(const std::string& name) {
+  if (name == "bf16") return Precision::kBf16;
+  if (name == "fp32") return Precision::kFp32;
+  if (name == "fp64") return Precision::kFp64;
+  fail(ExitCode::kUsage, "train.precision=", name, " is not one of bf16, fp32, fp64");
+}
+
+const char* precision_name(Precision precision) {
+  switch (precision) {
+    case Precision::kBf16: return "bf16";
+    case Precision::kFp32: return "fp32";
+    case Precision::kFp64: return "fp64";
+  }
+  return "?";
+}
+
+at::ScalarType working_type(Precision precision) {
+  return precision == Precision::kBf16 ? at::kBFloat16 : master_type(precision);
+}
+
+at::ScalarType master_type(Precision precision) { return precision == Precision::kFp64 ? at::kDouble : at::kFloat; }
+
+ParamId ParameterStore::add(ParamSpec spec) {
+  CRAM_DCHECK(buffers_.empty());
+  CRAM_DCHECK(!has(spec.name));
+  if (spec.slice_end < 0) spec.slice_end = spec.global_shape[static_cast<std::size_t>(spec.slice_dim)];
+  Entry entry;
+  entry.spec = std::move(spec);
+  entries_.push_back(std::move(entry));
+  return entries_.size() - 1;
+}
+
+std::vector<std::int64_t> ParameterStore::local_shape(ParamId id) const {
+  const ParamSpec& s = entries_[id].spec;
+  std::vector<std::int64_t> shape = s.global_shape;
+  shape[static_cast<std::size_t>(s.slice_dim)] = s.slice_end - s.slice_begin;
+  return shape;
+}
+
+std::int64_t ParameterStore::local_numel(ParamId id) const { return product(local_shape(id)); }
+
+ParamId ParameterStore::find(const std::string& name) const {
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.spec.name == name; });
+  CRAM_CHECK(found != entries_.end(), ExitCode::kUsage, "the model has no parameter named ", name);
+  return static_cast<ParamId>(found - entries_.begin());
+}
+
+bool ParameterStore::has(const std::string& name) const {
+  return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.spec.name == name; });
+}
+
+void ParameterStore::allocate(Precision precision, at::Device device, bool with_optimizer) {
+  precision_ = precision;
+  device_ = device;
+  buffers_.clear();
+  for (std::size_t id = 0; id < entries_.size(); ++id) {
+    Entry& entry = entries_[id];
+    const auto same_class = [&](const FlatBuffers& b) {
+      return b.decay == entry.spec.decay && b.full_precision == entry.spec.full_precision;
+    };
+    auto buffer = std::find_if(buffers_.begin(), buffers_.end(), same_class);
+    if (buffer == buffers_.end()) {
+      FlatBuffers made;
+      made.decay = entry.spec.decay;
+      made.full_precision = entry.spec.full_precision;
+      buffer = buffers_.insert(buffers_.end(), std::move(made));
+    }
+    entry.buffer = static_cast<std::size_t>(buffer - buffers_.begin());
+    entry.offset = buffer->numel;
+    buffer->numel += round_up(local_numel(id), kParamAlignment);
+  }
+  const at::TensorOptions master_options = at::TensorOptions().dtype(master_type(precision)).device(device);
+  for (FlatBuffers& b : buffers_) {
+    b.master = at::zeros({b.numel}, master_options);
+    const bool one_copy = b.full_precision || working_type(precision) == master_type(precision);
+    b.working = one_copy ? b.master : at::zeros({b.numel}, master_options.dtype(working_type(precision)));
+    if (with_optimizer) {
+      b.grad = at::zeros({b.numel}, master_options);
+      b.exp_avg = at::zeros({b.numel}, master_options);
+      b.exp_avg_sq = at::zeros({b.numel}, master_options);
+    }
+  }
+  for (std::size_t id = 0; id < entries_.size(); ++id) {
+    Entry& entry = entries_[id];
+    const FlatBuffers& b = buffers_[entry.buffer];
+    const std::vector<std::int64_t> shape = local_shape(id);
+    const auto view = [&](const at::Tensor& flat) {
+      return flat.defined() ? flat.narrow(0, entry.offset, product(shape)).view(shape) : at::Tensor();
+    };
+    entry.working = view(b.working);
+    entry.master = view(b.master);
+    entry.grad = view(b.grad);
+    entry.exp_avg = view(b.exp_avg);
+    entry.exp_avg_sq = view(b.exp_avg_sq);
+  }
+}
+
+void ParameterStore::initialize(std::uint64_t seed) {
+  for (const Entry& entry : entries_) entry.master.copy_(initial_values(entry.spec, seed));
+  for (const FlatBuffers& b : buffers_) {
+    for (const at::Tensor* state : {&b.grad, &b.exp_avg, &b.exp_avg_sq}) {
+      if (state->defined()) state->zero_();
+    }
+  }
+  refresh_working();
+}
+
+void ParameterStore::refresh_working() {
+  for (const FlatBuffers& b : buffers_) {
+    if (!b.working.is_same(b.master)) b.working.copy_(b.master);
+  }
+}
+
+void ParameterStore::zero_grad() {
+  for (const FlatBuffers& b : buffers_) b.grad.zero_();
+}
+
+}  // namespace cram

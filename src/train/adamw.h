@@ -1,0 +1,33 @@
+// AdamW (Loshchilov & Hutter 2019) on plain arrays: one pass that scales the gradient, updates moments and master,
+// writes the working copy and clears the gradient. No tensor library here, so it compiles with its own flags.
+#pragma once
+
+#include <cstdint>
+
+namespace cram {
+
+struct AdamWStep {
+  double lr = 0;
+  double beta1 = 0.9;
+  double beta2 = 0.98;
+  double eps = 1e-12;
+  double weight_decay = 0;  ///< 0 for classes that do not decay
+  double grad_scale = 1;    ///< multiplies the accumulated gradient: clip factor / masked tokens
+  std::int64_t step = 1;    ///< number of this update, from 1: bias correction
+};
+
+/// Elements of one independent piece of work; also the unit of the norm's fixed summation order.
+inline constexpr std::int64_t kOptimizerChunk = 1 << 16;
+
+/// Updates `count` elements. `working` receives the new master rounded to bf16 (nearest even), or is null.
+/// Denormal results are flushed to zero: they carry nothing and slow the pass tenfold.
+void adamw_chunk(const AdamWStep& step, float* master, float* grad, float* exp_avg, float* exp_avg_sq,
+                 std::uint16_t* working, std::int64_t count);
+void adamw_chunk(const AdamWStep& step, double* master, double* grad, double* exp_avg, double* exp_avg_sq,
+                 std::uint16_t* working, std::int64_t count);
+
+/// Sum of squares in fp64 in an order that depends on `count` alone.
+[[nodiscard]] double sum_of_squares(const float* values, std::int64_t count);
+[[nodiscard]] double sum_of_squares(const double* values, std::int64_t count);
+
+}  // namespace cram

@@ -1,0 +1,37 @@
+// Gradient norm, clipping and the AdamW update over the parameter store's flat buffers.
+#pragma once
+
+#include "model/parameter_store.h"
+#include "train/adamw.h"
+
+namespace cram {
+
+struct OptimizerSettings {
+  double beta1 = 0.9;
+  double beta2 = 0.98;
+  double eps = 1e-12;
+  double weight_decay = 0.01;
+  double clip = 0.5;  ///< largest global L2 norm; 0 = no clipping
+};
+
+/// min(1, clip/(norm + 1e-6)); 1 when clip is 0.
+[[nodiscard]] double clip_factor(double norm, double clip);
+
+class Optimizer {
+ public:
+  Optimizer(ParameterStore& store, const OptimizerSettings& settings) : store_(store), settings_(settings) {}
+
+  /// L2 norm of the accumulated gradients as they are (of the loss sum), fp64, in a fixed order for any thread count.
+  [[nodiscard]] double grad_norm() const;
+
+  /// One update number `step` (from 1) with the gradients times `grad_scale`; clears the gradients.
+  void update(std::int64_t step, double lr, double grad_scale);
+
+  [[nodiscard]] const OptimizerSettings& settings() const { return settings_; }
+
+ private:
+  ParameterStore& store_;
+  OptimizerSettings settings_;
+};
+
+}  // namespace cram

@@ -1,0 +1,53 @@
+#include "train/signals.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+
+#include "base/check.h"
+
+namespace cram {
+namespace {
+
+constexpr std::array<int, 3> kSignals = {SIGTERM, SIGINT, SIGUSR1};
+
+// A signal handler can only reach objects of static storage.
+std::atomic<int> g_received{0};
+std::array<struct sigaction, kSignals.size()> g_previous;
+
+extern "C" void handle_stop_signal(int number) {
+  int none = 0;
+  if (!g_received.compare_exchange_strong(none, number)) {
+    ::_exit(static_cast<int>(ExitCode::kPreempted));
+  }
+}
+
+}  // namespace
+
+StopSignals::StopSignals() {
+  g_received = 0;
+  struct sigaction action {};
+  action.sa_handler = handle_stop_signal;
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  for (std::size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &action, &g_previous[i]);
+}
+
+StopSignals::~StopSignals() {
+  for (std::size_t i = 0; i < kSignals.size(); ++i) ::sigaction(kSignals[i], &g_previous[i], nullptr);
+}
+
+int StopSignals::received() const noexcept { return g_received; }
+
+const char* signal_name(int number) noexcept {
+  switch (number) {
+    case SIGTERM: return "SIGTERM";
+    case SIGINT: return "SIGINT";
+    case SIGUSR1: return "SIGUSR1";
+    default: return "signal";
+  }
+}
+
+}  // namespace cram

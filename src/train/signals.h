@@ -1,0 +1,21 @@
+// SIGTERM, SIGINT and SIGUSR1 ask the run to save and stop; a second one leaves at once with exit code 75.
+#pragma once
+
+namespace cram {
+
+/// Installs the handlers for its lifetime and restores the old ones.
+class StopSignals {
+ public:
+  StopSignals();
+  ~StopSignals();
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+
+  /// The first signal received, or 0.
+  [[nodiscard]] int received() const noexcept;
+};
+
+/// "SIGTERM" for the three; "signal 7" otherwise.
+[[nodiscard]] const char* signal_name(int number) noexcept;
+
+}  // namespace cram

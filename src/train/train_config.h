@@ -1,0 +1,82 @@
+// Settings of a training run: plain structs and the option rows of the sections run, data, train, eval, checkpoint, log.
+// The defaults are the one-day recipe (Geiping & Goldstein, ICML 2023).
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/options.h"
+#include "model/model_config.h"
+
+namespace cram {
+
+struct RunConfig {
+  std::string output;  ///< "" = runs/<hash of the settings>
+  std::int64_t seed = 0;
+  std::string device = "auto";
+  std::int64_t threads = 0;  ///< 0 = all processors this process may use
+  bool deterministic = false;
+  Quantity stop_after{0, "steps"};
+};
+
+struct DataConfig {
+  std::string shards = "shards";
+  bool shuffle = false;
+  std::string verify = "lazy";
+  std::string on_bad_shard = "stop";
+};
+
+struct TrainConfig {
+  Quantity budget{24, "h"};
+  std::string clock = "auto";
+  std::int64_t batch_size = 8192;
+  std::int64_t micro_batch_size = 128;
+  std::int64_t batch_quantum = 128;
+  double batch_ramp = 0.6;
+  double lr = 1e-3;
+  std::string schedule = "triangle2";
+  double warmup = 0;
+  double peak_fraction = 0.25;
+  double weight_decay = 0.01;
+  double beta1 = 0.9;
+  double beta2 = 0.98;
+  double eps = 1e-12;
+  double clip = 0.5;
+  double mask_rate = 0.25;
+  std::string precision = "auto";
+  std::string on_nonfinite = "skip";
+};
+
+struct EvalConfig {
+  Quantity every{30, "m"};
+  std::int64_t rows = 2048;
+};
+
+struct CheckpointConfig {
+  Quantity every{30, "m"};
+  std::int64_t keep = 2;
+  std::int64_t max_failures = 3;
+};
+
+struct LogConfig {
+  Quantity every{10, "s"};
+};
+
+struct Config {
+  RunConfig run;
+  ModelConfig model;
+  DataConfig data;
+  TrainConfig train;
+  EvalConfig eval;
+  CheckpointConfig checkpoint;
+  LogConfig log;
+};
+
+/// Adds every row of `cram_train`.
+void add_train_options(OptionTable& table, Config& config);
+
+/// Relations between values that do not need the data: batch sizes, clock and budget, betas. Throws Error(kUsage) with
+/// the nearest legal values. With the ramp off the quantum becomes the batch size.
+void resolve_train_config(Config& config, std::int64_t data_parallel_size);
+
+}  // namespace cram
