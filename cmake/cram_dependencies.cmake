@@ -43,7 +43,7 @@ cram_plain_library(cram_deps_json nlohmann-json3-dev nlohmann/json.hpp)
 cram_plain_library(cram_deps_toml libtomlplusplus-dev toml++/toml.h)
 cram_plain_library(cram_deps_cxxopts libcxxopts-dev cxxopts.hpp)
 # Its regular-expression parser overflows the stack on very long arguments, and commas belong to file names.
-target_compile_definitions(cram_deps_cxxopts INTERFACE CXXOPTS_NO_REGEX CXXOPTS_VECTOR_DELIMITER=0x1f)
+target_compile_definitions(cram_deps_cxxopts INTERFACE CXXOPTS_NO_REGEX "CXXOPTS_VECTOR_DELIMITER=char(0x1f)")
 
 find_package(HDF5 COMPONENTS C)
 if(NOT HDF5_FOUND)
@@ -58,6 +58,9 @@ find_package(MPI COMPONENTS C)
 if(NOT MPI_C_FOUND)
   cram_missing("libopenmpi-dev and openmpi-bin" MPI)
 endif()
+add_library(cram_deps_mpi INTERFACE)
+target_link_libraries(cram_deps_mpi INTERFACE MPI::MPI_C)
+target_compile_definitions(cram_deps_mpi INTERFACE OMPI_SKIP_MPICXX MPICH_SKIP_MPICXX)
 
 # LibTorch from the pinned Python wheel. A hand-made target, because find_package(Torch) of a CUDA wheel is fatal on a
 # machine without the CUDA toolkit.

@@ -19,12 +19,16 @@ function(cram_add_library room)
   endif()
 endfunction()
 
+# cram_add_program(<program> [TORCH] SOURCES ... DEPENDS ...): the target is <program>_program, since rooms have the
+# short names (cram_data is the library, bin/cram_data the program).
 function(cram_add_program name)
   cmake_parse_arguments(ARG "TORCH" "" "SOURCES;DEPENDS" ${ARGN})
-  add_executable(${name} ${ARG_SOURCES})
-  target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} cram_warnings cram_deps_cxxopts)
+  set(target ${name}_program)
+  add_executable(${target} ${ARG_SOURCES})
+  set_target_properties(${target} PROPERTIES OUTPUT_NAME ${name})
+  target_link_libraries(${target} PRIVATE ${ARG_DEPENDS} cram_warnings cram_deps_cxxopts)
   if(ARG_TORCH)
-    cram_use_torch(${name})
+    cram_use_torch(${target})
   endif()
 endfunction()
 

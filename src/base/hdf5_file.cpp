@@ -10,7 +10,7 @@ namespace {
 // Owns one HDF5 identifier.
 class Handle {
  public:
-  Handle(hid_t id, herr_t (*close)(hid_t)) noexcept : id_(id), close_(close) {}
+  Handle(hid_t id, herr_t (*closer)(hid_t)) noexcept : id_(id), close_(closer) {}
   Handle(Handle&& other) noexcept : id_(std::exchange(other.id_, -1)), close_(other.close_) {}
   Handle& operator=(Handle&&) = delete;
   ~Handle() {
@@ -48,9 +48,6 @@ hid_t stored_type(ArrayType type) {
   return -1;
 }
 
-// HDF5 prints its error stack to stderr by default; ours says what matters.
-void quiet() { H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr); }
-
 std::string shape_text(const std::vector<std::int64_t>& shape) {
   std::string text = "[";
   for (const std::int64_t extent : shape) text += concat(text.size() > 1 ? "," : "", extent);
@@ -58,6 +55,12 @@ std::string shape_text(const std::vector<std::int64_t>& shape) {
 }
 
 }  // namespace
+
+void set_up_hdf5() {
+  static const herr_t kNoCleanUpAtExit = H5dont_atexit();
+  static_cast<void>(kNoCleanUpAtExit);
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+}
 
 std::size_t array_item_bytes(ArrayType type) {
   switch (type) {
@@ -77,7 +80,7 @@ struct ArrayFileWriter::State {
 };
 
 ArrayFileWriter::ArrayFileWriter(const std::string& path, ExitCode code) {
-  quiet();
+  set_up_hdf5();
   Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
   H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110);
   Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose);
@@ -92,8 +95,8 @@ void ArrayFileWriter::write(const std::string& name, const ArrayInfo& info, cons
   const Handle space(H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose);
   const Handle links(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
   H5Pset_create_intermediate_group(links.get(), 1);
-  Handle array(H5Dcreate2(state_->file.get(), name.c_str(), stored_type(info.type), space.get(), links.get(), H5P_DEFAULT,
-                          H5P_DEFAULT),
+  Handle array(H5Dcreate2(state_->file.get(), name.c_str(), stored_type(info.type), space.get(), links.get(),
+                          H5P_DEFAULT, H5P_DEFAULT),
                H5Dclose);
   const bool written =
       array.valid() && H5Dwrite(array.get(), native_type(info.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0;
@@ -114,7 +117,7 @@ struct ArrayFileReader::State {
 };
 
 ArrayFileReader::ArrayFileReader(const std::string& path, ExitCode code) {
-  quiet();
+  set_up_hdf5();
   Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), H5Fclose);
   CRAM_CHECK(file.valid(), code, "cannot read ", path, " as HDF5");
   state_.reset(new State{path, code, std::move(file)});
@@ -137,7 +140,9 @@ ArrayInfo ArrayFileReader::info(const std::string& name) const {
   const Handle space(H5Dget_space(array.get()), H5Sclose);
   const Handle type(H5Dget_type(array.get()), H5Tclose);
   ArrayInfo result;
-  std::vector<hsize_t> extents(static_cast<std::size_t>(H5Sget_simple_extent_ndims(space.get())));
+  const int dims = H5Sget_simple_extent_ndims(space.get());
+  CRAM_CHECK(dims >= 0 && type.valid(), state_->code, "cannot read the shape of ", name, " in ", state_->path);
+  std::vector<hsize_t> extents(static_cast<std::size_t>(dims));
   H5Sget_simple_extent_dims(space.get(), extents.data(), nullptr);
   result.shape.assign(extents.begin(), extents.end());
   for (const ArrayType candidate :
@@ -156,9 +161,9 @@ void ArrayFileReader::read(const std::string& name, const ArrayInfo& expected, v
              " has shape ", shape_text(found.shape), " in ", 8 * array_item_bytes(found.type), " bits, expected ",
              shape_text(expected.shape), " in ", 8 * array_item_bytes(expected.type));
   const Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
-  CRAM_CHECK(array.valid() &&
-                 H5Dread(array.get(), native_type(expected.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0,
-             state_->code, "reading ", name, " from ", state_->path, " failed");
+  CRAM_CHECK(
+      array.valid() && H5Dread(array.get(), native_type(expected.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0,
+      state_->code, "reading ", name, " from ", state_->path, " failed");
 }
 
 }  // namespace cram

@@ -10,6 +10,11 @@
 
 namespace cram {
 
+/// Must come before any other use of HDF5 in the process. Silences its error stack on stderr, and switches off its
+/// clean-up at exit: a file that could not be closed (disk full) stays open inside the library, and the clean-up
+/// crashes on it. Every file of ours is closed where it is used.
+void set_up_hdf5();
+
 enum class ArrayType { kU16, kU32, kI64, kF32, kF64 };
 [[nodiscard]] std::size_t array_item_bytes(ArrayType type);
 

@@ -102,7 +102,16 @@ void say_line(const std::string& text) noexcept {
 }
 
 bool stdout_is_terminal() noexcept {
-  static const bool terminal = isatty(STDOUT_FILENO) == 1;
+  static const bool terminal = [] {
+    if (isatty(STDOUT_FILENO) != 1) return false;
+    // mpirun gives its ranks a pseudo-terminal whatever its own output is; what counts is where mpirun writes to.
+    if (std::getenv("OMPI_COMM_WORLD_SIZE") == nullptr) return true;
+    char target[64];
+    const std::string link = "/proc/" + std::to_string(getppid()) + "/fd/1";
+    const ssize_t length = readlink(link.c_str(), target, sizeof target);
+    return length > 0 && std::string(target, static_cast<std::size_t>(length)).rfind("/dev/", 0) == 0 &&
+           std::string(target, static_cast<std::size_t>(length)) != "/dev/null";
+  }();
   return terminal;
 }
 

@@ -29,11 +29,13 @@ std::string joined(const std::vector<std::string>& parts, std::string_view separ
   return all;
 }
 
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
 std::string without_digit_separators(std::string_view text) {
   std::string digits;
   for (std::size_t i = 0; i < text.size(); ++i) {
-    const bool between_digits = text[i] == '_' && i > 0 && i + 1 < text.size() && std::isdigit(text[i - 1]) != 0 &&
-                                std::isdigit(text[i + 1]) != 0;
+    const bool between_digits =
+        text[i] == '_' && i > 0 && i + 1 < text.size() && is_digit(text[i - 1]) && is_digit(text[i + 1]);
     if (!between_digits) digits += text[i];
   }
   return digits;
@@ -101,8 +103,8 @@ double parse_double(std::string_view text, std::string_view what) {
   const std::string digits = without_digit_separators(text);
   double value = 0;
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
-  CRAM_CHECK(error == std::errc{} && end == digits.data() + digits.size() && std::isfinite(value), ExitCode::kUsage, what,
-             ": ", quoted(text), " is not a finite number");
+  CRAM_CHECK(error == std::errc{} && end == digits.data() + digits.size() && std::isfinite(value), ExitCode::kUsage,
+             what, ": ", quoted(text), " is not a finite number");
   return value;
 }
 
@@ -224,44 +226,44 @@ std::string Option::kind() const {
 void Option::assign(std::string_view text, const std::string& origin) {
   const std::string what = concat(origin, ": ", key_);
   const auto check_range = [&](double value) {
-    CRAM_CHECK(value >= low_ && value <= high_, ExitCode::kUsage, what, ": ", quoted(text), " is out of range, expected ",
-               format_double(low_), " to ", format_double(high_));
+    CRAM_CHECK(value >= low_ && value <= high_, ExitCode::kUsage, what, ": ", quoted(text),
+               " is out of range, expected ", format_double(low_), " to ", format_double(high_));
   };
-  std::visit(
-      Overloaded{[&](double* v) {
-                   const double value = parse_double(text, what);
-                   check_range(value);
-                   *v = value;
-                 },
-                 [&](std::int64_t* v) {
-                   const std::int64_t value = parse_integer(text, what);
-                   check_range(static_cast<double>(value));
-                   *v = value;
-                 },
-                 [&](bool* v) {
-                   CRAM_CHECK(text == "true" || text == "false", ExitCode::kUsage, what, ": ", quoted(text),
-                              " is not true or false");
-                   *v = text == "true";
-                 },
-                 [&](std::string* v) {
-                   const bool allowed =
-                       allowed_.empty() || std::find(allowed_.begin(), allowed_.end(), text) != allowed_.end();
-                   CRAM_CHECK(allowed, ExitCode::kUsage, what, ": ", quoted(text), " is not one of ",
-                              joined(allowed_, ", "), "; did you mean ", nearest_name(text, allowed_), "?");
-                   CRAM_CHECK(text.find('\0') == std::string_view::npos, ExitCode::kUsage, what, " contains a NUL byte");
-                   *v = std::string(text);
-                 },
-                 [&](Quantity* v) {
-                   const Quantity value = parse_quantity(text, what);
-                   const std::string family = value.is_time() ? "time" : value.unit;
-                   const bool allowed =
-                       allowed_.empty() || std::find(allowed_.begin(), allowed_.end(), family) != allowed_.end();
-                   CRAM_CHECK(allowed, ExitCode::kUsage, what, ": ", quoted(text), " has the unit ", value.unit,
-                              ", expected one of ", joined(allowed_, ", "));
-                   check_range(value.value);
-                   *v = value;
-                 }},
-      target_);
+  std::visit(Overloaded{[&](double* v) {
+                          const double value = parse_double(text, what);
+                          check_range(value);
+                          *v = value;
+                        },
+                        [&](std::int64_t* v) {
+                          const std::int64_t value = parse_integer(text, what);
+                          check_range(static_cast<double>(value));
+                          *v = value;
+                        },
+                        [&](bool* v) {
+                          CRAM_CHECK(text == "true" || text == "false", ExitCode::kUsage, what, ": ", quoted(text),
+                                     " is not true or false");
+                          *v = text == "true";
+                        },
+                        [&](std::string* v) {
+                          const bool allowed =
+                              allowed_.empty() || std::find(allowed_.begin(), allowed_.end(), text) != allowed_.end();
+                          CRAM_CHECK(allowed, ExitCode::kUsage, what, ": ", quoted(text), " is not one of ",
+                                     joined(allowed_, ", "), "; did you mean ", nearest_name(text, allowed_), "?");
+                          CRAM_CHECK(text.find('\0') == std::string_view::npos, ExitCode::kUsage, what,
+                                     " contains a NUL byte");
+                          *v = std::string(text);
+                        },
+                        [&](Quantity* v) {
+                          const Quantity value = parse_quantity(text, what);
+                          const std::string family = value.is_time() ? "time" : value.unit;
+                          const bool allowed =
+                              allowed_.empty() || std::find(allowed_.begin(), allowed_.end(), family) != allowed_.end();
+                          CRAM_CHECK(allowed, ExitCode::kUsage, what, ": ", quoted(text), " has the unit ", value.unit,
+                                     ", expected one of ", joined(allowed_, ", "));
+                          check_range(value.value);
+                          *v = value;
+                        }},
+             target_);
   origin_ = origin;
 }
 
@@ -300,7 +302,9 @@ void OptionTable::set(std::string_view key, std::string_view text, const std::st
       const std::string section = option.key().substr(0, option.key().find('.') + 1);
       offer(option.key(), option.key());
       for (const std::string& other : option.other_names()) offer(section + other, option.key());
-      if (!has_section) offer(option.key().substr(section.size()), option.key());
+      if (has_section) continue;
+      offer(option.key().substr(section.size()), option.key());
+      for (const std::string& other : option.other_names()) offer(other, option.key());
     }
     fail(ExitCode::kUsage, origin, ": unknown option ", quoted(key), "; the nearest known one is ",
          key_of[nearest_name(key, names)], " (--help lists all)");
@@ -309,8 +313,8 @@ void OptionTable::set(std::string_view key, std::string_view text, const std::st
 }
 
 void OptionTable::apply_override(std::string_view assignment) {
-  CRAM_CHECK(assignment.size() <= kLongestOverride, ExitCode::kUsage, "command line: an argument of ", assignment.size(),
-             " characters is not an option, at most ", kLongestOverride, " are read");
+  CRAM_CHECK(assignment.size() <= kLongestOverride, ExitCode::kUsage, "command line: an argument of ",
+             assignment.size(), " characters is not an option, at most ", kLongestOverride, " are read");
   const std::size_t equals = assignment.find('=');
   CRAM_CHECK(equals != std::string_view::npos && equals > 0, ExitCode::kUsage, "command line: ", quoted(assignment),
              " is neither a flag nor of the form section.key=value");

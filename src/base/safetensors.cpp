@@ -79,7 +79,8 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
       entry.begin = (*offsets_)[0];
       entry.end = (*offsets_)[1];
       for (const std::uint64_t extent : *shape_) {
-        if (extent > std::uint64_t{std::numeric_limits<std::int64_t>::max()}) return refuse(concat(name_, ": huge shape"));
+        if (extent > std::uint64_t{std::numeric_limits<std::int64_t>::max()})
+          return refuse(concat(name_, ": huge shape"));
         entry.shape.push_back(static_cast<std::int64_t>(extent));
       }
       entries[name_] = entry;
@@ -145,8 +146,9 @@ SafetensorsFile& SafetensorsFile::operator=(SafetensorsFile&&) noexcept = defaul
 SafetensorsFile::~SafetensorsFile() = default;
 
 std::size_t safetensors_item_bytes(const std::string& dtype) {
-  static const std::map<std::string, std::size_t> kBytes = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2}, {"I64", 8},
-                                                            {"I32", 4}, {"I16", 2}, {"I8", 1},  {"U8", 1},   {"BOOL", 1}};
+  static const std::map<std::string, std::size_t> kBytes = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"BF16", 2},
+                                                            {"I64", 8}, {"I32", 4}, {"I16", 2}, {"I8", 1},
+                                                            {"U8", 1},  {"BOOL", 1}};
   const auto found = kBytes.find(dtype);
   return found == kBytes.end() ? 0 : found->second;
 }
@@ -158,7 +160,8 @@ SafetensorsFile SafetensorsFile::open(const std::string& path, ExitCode code) {
   struct stat info {};
   const bool known = ::fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
   file.mapping_->bytes = known ? static_cast<std::size_t>(info.st_size) : 0;
-  void* start = known && info.st_size >= 8 ? ::mmap(nullptr, file.mapping_->bytes, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
+  void* start =
+      known && info.st_size >= 8 ? ::mmap(nullptr, file.mapping_->bytes, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
   ::close(fd);
   CRAM_CHECK(start != MAP_FAILED, code, path, " is not a safetensors file: ", file.mapping_->bytes,
              " bytes, expected at least 8");
@@ -170,6 +173,9 @@ SafetensorsFile SafetensorsFile::open(const std::string& path, ExitCode code) {
              " is not a safetensors file: a header of ", header_bytes, " bytes in a file of ", file.mapping_->bytes);
   const auto* header = reinterpret_cast<const char*>(file.mapping_->start + 8);
   CRAM_CHECK(header_bytes > 0 && header[0] == '{', code, path, ": the safetensors header does not start with {");
+  // The JSON parser takes a NUL for the end of its input and would not see what follows.
+  CRAM_CHECK(std::memchr(header, '\0', header_bytes) == nullptr, code, path,
+             ": the safetensors header holds a NUL byte");
   HeaderHandler handler;
   const bool parsed = nlohmann::json::sax_parse(header, header + header_bytes, &handler);
   CRAM_CHECK(parsed && handler.problem.empty(), code, path, ": bad safetensors header: ", handler.problem);
@@ -227,7 +233,8 @@ void write_safetensors(const std::string& path, const std::vector<SafetensorsIte
   const std::string temporary = path + temporary_suffix();
   std::FILE* file = std::fopen(temporary.c_str(), "wbx");
   CRAM_CHECK(file != nullptr, code, "cannot create ", temporary, ": ", std::strerror(errno));
-  bool good = std::fwrite(prefix.data(), 1, 8, file) == 8 && std::fwrite(start.data(), 1, start.size(), file) == start.size();
+  bool good =
+      std::fwrite(prefix.data(), 1, 8, file) == 8 && std::fwrite(start.data(), 1, start.size(), file) == start.size();
   for (const SafetensorsItem& item : items) {
     const std::size_t bytes = *expected_bytes({item.dtype, item.shape, 0, 0});
     good = good && (bytes == 0 || std::fwrite(item.data, 1, bytes, file) == bytes);
@@ -240,7 +247,12 @@ void write_safetensors(const std::string& path, const std::vector<SafetensorsIte
     ::unlink(temporary.c_str());
     fail(code, "writing ", path, " (", cursor + 8 + start.size(), " bytes) failed: ", std::strerror(saved_errno));
   }
-  rename_path(temporary, path, code);
+  try {
+    rename_path(temporary, path, code);
+  } catch (...) {
+    ::unlink(temporary.c_str());
+    throw;
+  }
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   sync_folder(folder.empty() ? "." : folder, code);
 }

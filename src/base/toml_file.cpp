@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <sstream>
 
 #include "base/file_io.h"
@@ -18,7 +19,8 @@ std::string where(const std::string& path, const toml::source_region& source) {
   return concat(path, ":", source.begin.line, ":", source.begin.column);
 }
 
-void flatten(const std::string& path, const std::string& prefix, const toml::table& table, std::vector<TomlValue>& out) {
+void flatten(const std::string& path, const std::string& prefix, const toml::table& table,
+             std::vector<TomlValue>& out) {
   for (const auto& [name, node] : table) {
     const std::string key = prefix.empty() ? std::string(name.str()) : prefix + "." + std::string(name.str());
     const std::string origin = where(path, node.source());
@@ -64,6 +66,12 @@ std::vector<TomlValue> read_toml_file(const std::string& path) {
     };
     return line(a) < line(b);
   });
+  // A quoted "a.b" and b of table a are two keys to TOML and one option to us.
+  std::map<std::string_view, std::string_view> origin_of;
+  for (const TomlValue& value : values) {
+    const auto [first, is_new] = origin_of.emplace(value.key, value.origin);
+    CRAM_CHECK(is_new, ExitCode::kUsage, value.origin, ": ", value.key, " is set twice, first at ", first->second);
+  }
   return values;
 }
 

@@ -61,10 +61,14 @@ std::string Account::text() const {
 }
 
 std::string with_commas(std::int64_t value) {
-  std::string digits = std::to_string(value);
+  const std::string digits = std::to_string(value);
   const std::size_t first = value < 0 ? 1 : 0;
-  for (std::size_t at = digits.size(); at > first + 3;) digits.insert(at -= 3, ",");
-  return digits;
+  std::string out;
+  for (std::size_t i = 0; i < digits.size(); ++i) {
+    if (i > first && (digits.size() - i) % 3 == 0) out.push_back(',');
+    out.push_back(digits[i]);
+  }
+  return out;
 }
 
 }  // namespace cram

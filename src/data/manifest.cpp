@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "base/digest.h"
 #include "base/file_io.h"
+#include "base/log.h"
 
 namespace cram {
 namespace {
@@ -87,6 +88,16 @@ Json parse(const std::string& text) {
     return true;
   };
   return Json::parse(text, limit_depth);
+}
+
+/// "train-00012.h5": a name that `pack` gives, which it may therefore remove.
+bool is_shard_name(std::string_view name) {
+  for (const std::string_view split : {"train-", "validation-"}) {
+    if (!name.starts_with(split) || !name.ends_with(".h5") || name.size() < split.size() + 3) continue;
+    const std::string_view digits = name.substr(split.size(), name.size() - split.size() - 3);
+    return digits.size() >= 5 && digits.find_first_not_of("0123456789") == std::string_view::npos;
+  }
+  return false;
 }
 
 std::string damage_of_shard(const std::filesystem::path& path, const ShardFile& shard, const ShardHeader& expected,
@@ -184,6 +195,56 @@ std::vector<std::string> find_damage(const std::filesystem::path& folder, const 
     note(concat(model.string(), " is not the tokenizer of the manifest (digest ", manifest.tokenizer.file_digest, ")"));
   }
   return faults;
+}
+
+bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted, bool force) {
+  if (!has_manifest(folder)) return false;
+  Manifest present;
+  try {
+    present = read_manifest(folder);
+  } catch (const Error&) {
+    if (!force) throw;
+    return false;
+  }
+  CRAM_CHECK(present.kind == wanted.kind, ExitCode::kUsage, folder.string(), " holds a folder of kind '", present.kind,
+             "', not '", wanted.kind, "': choose another --output");
+  std::string differences;
+  if (present.inputs_digest != wanted.inputs_digest) {
+    differences += concat("\n  inputs: ", present.inputs_digest, " there, ", wanted.inputs_digest, " asked for");
+  }
+  std::map<std::string, std::string> all = present.settings;
+  all.insert(wanted.settings.begin(), wanted.settings.end());
+  const auto value = [](const Manifest& manifest, const std::string& key) {
+    const auto found = manifest.settings.find(key);
+    return found == manifest.settings.end() ? std::string("nothing") : found->second;
+  };
+  for (const auto& [key, unused] : all) {
+    const std::string there = value(present, key);
+    const std::string asked = value(wanted, key);
+    if (there != asked) differences += concat("\n  ", key, ": ", there, " there, ", asked, " asked for");
+  }
+  CRAM_CHECK(differences.empty() || force, ExitCode::kUsage, folder.string(), " was made from something else:",
+             differences, "\nChoose another --output, or replace it with --force");
+  if (!differences.empty()) return false;
+  const std::vector<std::string> faults = find_damage(folder, present, /*digests=*/true);
+  if (!faults.empty()) log_warning(folder.string(), " is damaged and will be made again: ", faults.front());
+  return faults.empty() && !force;
+}
+
+void begin_folder(const std::filesystem::path& folder) {
+  make_folders(folder, ExitCode::kData);
+  std::error_code error;
+  std::filesystem::remove(folder / kManifestName, error);
+  CRAM_CHECK(!error, ExitCode::kData, "cannot replace ", (folder / kManifestName).string(), ": ", error.message());
+  sync_folder(folder, ExitCode::kData);
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    const bool leftover = is_temporary_name(name) && (name.starts_with(kManifestName) || name.starts_with(kTokenizerFileName) ||
+                                                      is_shard_name(name.substr(0, name.find(".tmp-"))));
+    if (leftover || is_shard_name(name)) {
+      std::filesystem::remove(entry.path(), error);
+    }
+  }
 }
 
 }  // namespace cram

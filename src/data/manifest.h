@@ -53,4 +53,13 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
 [[nodiscard]] std::vector<std::string> find_damage(const std::filesystem::path& folder, const Manifest& manifest,
                                                    bool digests);
 
+/// Does the folder already hold what (kind, inputs_digest, settings) of `wanted` make? Damaged content of that kind
+/// counts as not made. Error(kUsage) when something else is there, unless `force`; a folder of another kind is never
+/// given up.
+[[nodiscard]] bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted, bool force);
+
+/// Makes the folder ready for new content: creates it, removes its manifest first (what follows is not whole until a
+/// new one is written), then leftovers and old shards.
+void begin_folder(const std::filesystem::path& folder);
+
 }  // namespace cram

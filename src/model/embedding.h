@@ -1,11 +1,11 @@
 // Word embedding plus scaled sinusoidal positions, then LayerNorm.
 #pragma once
 
+#include "base/special_tokens.h"
 #include "model/norm.h"
 
 namespace cram {
 
-inline constexpr std::int64_t kPadId = 0;  ///< the look-up sends no gradient into this row
 
 class Embedding {
  public:

@@ -1,0 +1,53 @@
+// cram_train: pretrains the encoder. Without --config it is the one-day recipe.
+#include <malloc.h>
+
+#include <cstdio>
+
+#include "apps/program.h"
+#include "apps/train_session.h"
+#include "base/log.h"
+#include "base/version.h"
+
+namespace {
+
+int run(int argc, char** argv) {
+  cram::CommandLine command("cram_train",
+                            {{"config", "TOML file with options", true},
+                             {"fresh", "start at step 0 although the run folder has checkpoints; the old run is kept"},
+                             {"force", "resume although settings changed, or extend a finished run"},
+                             {"dry-run", "print the resolved run and stop"},
+                             {"verify", "check the shards and the run's checkpoints byte by byte and stop"}},
+                            argc, argv);
+  cram::Config config;
+  cram::OptionTable options;
+  cram::add_train_options(options, config);
+  if (command.has("help")) {
+    std::fputs(command.help("cram_train [--config FILE] [section.key=value ...]",
+                            "options (default; TOML sections and keys are the same):\n" + options.help_text())
+                   .c_str(),
+               stdout);
+    return 0;
+  }
+  if (command.has("version")) {
+    std::puts(cram::version_line("cram_train").c_str());
+    return 0;
+  }
+  if (command.has("config")) options.load_toml_file(command.value("config"));
+  for (const std::string& assignment : command.arguments()) options.apply_override(assignment);
+
+  const cram::Launch launch = cram::detect_launch();
+  cram::configure_log({.rank = launch.rank, .world_size = launch.world_size});
+  const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"), command.has("verify")};
+  const cram::MpiEnvironment mpi(launch, &argc, &argv);
+  return cram::run_training(config, options, request, launch);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  // Activations are allocated and freed every micro-step; keeping that memory in the process saves the page faults.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_TOP_PAD, 64 << 20);
+  return cram::guarded_main("cram_train", [&] { return run(argc, argv); });
+}

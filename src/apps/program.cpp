@@ -1,0 +1,91 @@
+#include "apps/program.h"
+
+#include <algorithm>
+#include <cxxopts.hpp>
+#include <iostream>
+#include <new>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "base/options.h"
+
+namespace cram {
+namespace {
+
+bool is_out_of_memory(const std::string& what) {
+  return what.find("can't allocate memory") != std::string::npos || what.find("out of memory") != std::string::npos;
+}
+
+}  // namespace
+
+int guarded_main(const std::string& program, const std::function<int()>& body) {
+  const auto report = [&](const std::string& what, ExitCode code) {
+    live_line("");
+    log_message(LogLevel::kError, program + ": " + what);
+    return static_cast<int>(code);
+  };
+  try {
+    return body();
+  } catch (const Error& error) {
+    return report(error.what(), error.code());
+  } catch (const std::bad_alloc&) {
+    return report("out of memory", ExitCode::kOutOfMemory);
+  } catch (const std::exception& error) {
+    const std::string what = error.what();
+    // LibTorch appends a stack trace to its messages; the first line says what happened.
+    const std::string first_line = what.substr(0, what.find('\n'));
+    return is_out_of_memory(what)
+               ? report(concat("out of memory (", first_line, "); use a smaller train.micro_batch_size"), ExitCode::kOutOfMemory)
+               : report(first_line, ExitCode::kOther);
+  }
+}
+
+CommandLine::CommandLine(const std::string& program, std::vector<Flag> flags, int argc, char** argv)
+    : flags_(std::move(flags)) {
+  flags_.insert(flags_.begin(), {{"help", "show this text"}, {"version", "show the version"}});
+  cxxopts::Options options(program);
+  options.allow_unrecognised_options();
+  for (const Flag& flag : flags_) {
+    if (flag.takes_value) {
+      options.add_options()(flag.name, flag.help, cxxopts::value<std::string>());
+    } else {
+      options.add_options()(flag.name, flag.help);
+    }
+  }
+  try {
+    const cxxopts::ParseResult result = options.parse(argc, argv);
+    for (const auto& pair : result.arguments()) given_.emplace_back(pair.key(), pair.value());
+    for (const std::string& argument : result.unmatched()) {
+      if (argument.size() < 2 || argument[0] != '-') {
+        arguments_.push_back(argument);
+        continue;
+      }
+      std::vector<std::string> names;
+      for (const Flag& flag : flags_) names.push_back("--" + flag.name);
+      const std::string shown = argument.substr(0, 60);
+      fail(ExitCode::kUsage, "unknown flag ", shown, "; the nearest is ", nearest_name(shown, names), " (--help lists all)");
+    }
+  } catch (const cxxopts::exceptions::exception& error) {
+    fail(ExitCode::kUsage, error.what());
+  }
+}
+
+bool CommandLine::has(const std::string& flag) const {
+  return std::any_of(given_.begin(), given_.end(), [&](const auto& pair) { return pair.first == flag; });
+}
+
+std::string CommandLine::value(const std::string& flag, const std::string& otherwise) const {
+  const auto found = std::find_if(given_.rbegin(), given_.rend(), [&](const auto& pair) { return pair.first == flag; });
+  return found == given_.rend() ? otherwise : found->second;
+}
+
+std::string CommandLine::help(const std::string& usage, const std::string& more) const {
+  std::string text = "usage: " + usage + "\n\n";
+  for (const Flag& flag : flags_) {
+    const std::string left = "  --" + flag.name + (flag.takes_value ? " VALUE" : "");
+    text += left + std::string(left.size() < 28 ? 28 - left.size() : 1, ' ') + flag.help + "\n";
+  }
+  return text + (more.empty() ? "" : "\n" + more);
+}
+
+}  // namespace cram

@@ -1,0 +1,40 @@
+// What every program shares: one way to end, one command-line grammar.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace cram {
+
+/// Runs `body`, reports any exception on stderr in one message and returns the documented exit code.
+[[nodiscard]] int guarded_main(const std::string& program, const std::function<int()>& body);
+
+/// A flag of a program: "--config FILE" (takes a value) or "--fresh".
+struct Flag {
+  std::string name;
+  std::string help;
+  bool takes_value = false;
+};
+
+/// A parsed command line: flags and bare arguments (`section.key=value`, subcommands, paths), in order.
+class CommandLine {
+ public:
+  /// Throws Error(kUsage) naming the nearest flag for an unknown one. --help and --version are always known.
+  CommandLine(const std::string& program, std::vector<Flag> flags, int argc, char** argv);
+
+  [[nodiscard]] bool has(const std::string& flag) const;
+  /// The flag's value, the last one when repeated, or `otherwise`.
+  [[nodiscard]] std::string value(const std::string& flag, const std::string& otherwise = "") const;
+  [[nodiscard]] const std::vector<std::string>& arguments() const { return arguments_; }
+
+  /// Usage line, flags, then `more`.
+  [[nodiscard]] std::string help(const std::string& usage, const std::string& more) const;
+
+ private:
+  std::vector<Flag> flags_;
+  std::vector<std::pair<std::string, std::string>> given_;
+  std::vector<std::string> arguments_;
+};
+
+}  // namespace cram

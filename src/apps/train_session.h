@@ -1,0 +1,23 @@
+// One run of cram_train from a resolved command line to its summary: opens data, decides new run or resume, trains.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/options.h"
+#include "parallel/launch.h"
+#include "train/train_config.h"
+
+namespace cram {
+
+struct TrainRequest {
+  bool fresh = false;    ///< start at step 0 although the folder has a run, which is kept under another name
+  bool force = false;    ///< go on although settings differ, or extend a finished run
+  bool dry_run = false;  ///< print what would run and stop
+  bool verify = false;   ///< check shards and checkpoints byte by byte and stop
+};
+
+/// `config` is what `options` points to. Returns the exit code; throws Error.
+[[nodiscard]] int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch);
+
+}  // namespace cram

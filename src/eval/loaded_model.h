@@ -1,0 +1,24 @@
+// A model rebuilt from what `--checkpoint` may name: a run folder (its newest valid checkpoint) or a step folder.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "model/encoder.h"
+#include "train/checkpoint.h"
+
+namespace cram {
+
+struct LoadedModel {
+  ModelConfig config;
+  std::unique_ptr<ParameterStore> store;
+  std::unique_ptr<Encoder> encoder;
+  CheckpointInfo info;
+  std::string step_folder;  ///< where it came from
+};
+
+/// Verifies digests, rebuilds the model from the checkpoint's own settings and loads the masters, without gradients and
+/// moments. Throws Error(20) when nothing valid is there.
+[[nodiscard]] LoadedModel load_model(const std::string& checkpoint, Precision precision, at::Device device);
+
+}  // namespace cram

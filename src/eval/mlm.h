@@ -1,0 +1,21 @@
+// Held-out masked-language-model loss: the validation split with fixed masks (seed 0, epoch 0), whatever the run.
+#pragma once
+
+#include <memory>
+
+#include "data/shard_set.h"
+#include "model/encoder.h"
+#include "train/metrics.h"
+
+namespace cram {
+
+struct MlmEvalSettings {
+  std::int64_t rows = 2048;        ///< at most; the first ones of the split
+  std::int64_t micro_batch = 128;  ///< rows a forward pass; does not change the result beyond rounding
+  double mask_rate = 0.25;
+};
+
+[[nodiscard]] EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation,
+                                      const MlmEvalSettings& settings);
+
+}  // namespace cram

@@ -1,0 +1,79 @@
+#include "train/device.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/cpu/Utils.h>
+#include <torch/types.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#ifdef CRAM_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#endif
+
+#include "base/check.h"
+#include "base/version.h"
+
+namespace cram {
+namespace {
+
+bool cpu_has(const std::string& capability) {
+  static const auto capabilities = at::cpu::get_cpu_capabilities();
+  const auto found = capabilities.find(capability);
+  return found != capabilities.end() && found->second.isBool() && found->second.toBool();
+}
+
+// Matrix units that make bf16 the faster format on a CPU; "" when there is none.
+std::string cpu_bf16_unit() {
+  if (cpu_has("amx_tile") && cpu_has("amx_bf16")) return "AMX";
+  if (cpu_has("avx512_bf16")) return "AVX512-BF16";
+  return "";
+}
+
+// "" when the GPU's tensor cores do not know bf16 (before sm_80).
+std::string gpu_bf16_unit() {
+#ifdef CRAM_CUDA
+  if (at::cuda::getDeviceProperties(0)->major >= 8) return "bf16 tensor cores";
+#endif
+  return "";
+}
+
+}  // namespace
+
+DeviceChoice choose_device(Config& config, int processors) {
+  DeviceChoice choice;
+  const bool gpu = at::hasCUDA();  // false without a visible device, too
+  CRAM_CHECK(config.run.device != "cuda" || gpu, ExitCode::kUsage,
+             "run.device=cuda, but no GPU is visible to this process; check the driver and CUDA_VISIBLE_DEVICES, or use run.device=cpu");
+  const bool on_gpu = config.run.device == "cuda" || (config.run.device == "auto" && gpu);
+  choice.device = at::Device(on_gpu ? at::kCUDA : at::kCPU, on_gpu ? 0 : -1);
+  choice.threads = config.run.threads > 0 ? static_cast<int>(config.run.threads) : processors;
+  at::set_num_threads(choice.threads);
+
+  std::string why = "as asked";
+  if (config.train.precision == "auto") {
+    const std::string unit = on_gpu ? gpu_bf16_unit() : cpu_bf16_unit();
+    config.train.precision = unit.empty() ? "fp32" : "bf16";
+    why = unit.empty() ? "no bf16 matrix unit found" : unit + " found";
+  }
+  choice.precision = parse_precision(config.train.precision);
+  if (config.run.deterministic) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+  choice.reason = concat("device ", on_gpu ? "cuda:0" : "cpu", " (", choice.threads,
+                         choice.threads == 1 ? " thread" : " threads", "), precision ", config.train.precision, ": ", why);
+  return choice;
+}
+
+std::map<std::string, std::string> describe_environment(const DeviceChoice& choice) {
+  char host[256] = "?";
+  (void)::gethostname(host, sizeof host - 1);
+  return {{"cram", version()},
+          {"build", build_description()},
+          {"torch", TORCH_VERSION},
+          {"threads", std::to_string(choice.threads)},
+          {"cpu_capability", at::get_cpu_capability()},
+          {"device", choice.device.str()},
+          {"host", host}};
+}
+
+}  // namespace cram

@@ -1,0 +1,28 @@
+// Which device and number format a run uses, and why: the first line a run prints.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <string>
+
+#include "model/parameter_store.h"
+#include "train/train_config.h"
+
+namespace cram {
+
+struct DeviceChoice {
+  at::Device device = at::Device(at::kCPU);
+  Precision precision = Precision::kFp32;
+  int threads = 1;
+  std::string reason;  ///< one line for the person who runs it
+};
+
+/// Resolves run.device, run.threads and train.precision ("auto": bf16 on sm_80+, AMX or AVX512-BF16, else fp32), writes
+/// the resolved values back and sets torch's thread count. `processors`: how many this process may use.
+[[nodiscard]] DeviceChoice choose_device(Config& config, int processors);
+
+/// Build, library versions and whatever can change bits (threads, instruction set, device).
+[[nodiscard]] std::map<std::string, std::string> describe_environment(const DeviceChoice& choice);
+
+}  // namespace cram

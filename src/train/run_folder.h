@@ -1,0 +1,40 @@
+// The folder of one run: who owns it, what is in it, and whether the same command may go on in it.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/options.h"
+
+namespace cram {
+
+class RunFolder {
+ public:
+  /// Decides what `path` is, writing nothing: absent or empty (new run), ours (a run to resume), or something else, which
+  /// is Error(20).
+  explicit RunFolder(std::string path);
+
+  [[nodiscard]] const std::string& path() const { return path_; }
+  [[nodiscard]] bool is_new() const { return is_new_; }
+  [[nodiscard]] std::string checkpoints() const { return path_ + "/checkpoints"; }
+
+  /// --fresh: an existing run is kept under the next free name <path>.old-N.
+  void set_aside();
+
+  /// Creates the folder, config.toml, environment.json and logs/, and opens the log file.
+  void open(const OptionTable& options, const std::map<std::string, std::string>& environment);
+
+ private:
+  std::string path_;
+  bool is_new_ = true;
+};
+
+/// runs/<8 hex digits of the settings that decide the numbers: model, data, train, seed>.
+[[nodiscard]] std::string default_run_path(const OptionTable& options);
+
+/// One line for each option that differs between a saved run and this command and may not: "train.lr: run 0.001, now 0.002".
+[[nodiscard]] std::vector<std::string> changed_settings(const std::map<std::string, std::string>& saved,
+                                                        const OptionTable& options);
+
+}  // namespace cram

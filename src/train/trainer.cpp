@@ -1,0 +1,200 @@
+#include "train/trainer.h"
+
+#include <torch/types.h>
+
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+
+#include "base/log.h"
+#include "train/schedules.h"
+
+namespace cram {
+namespace {
+
+constexpr std::int64_t kSkipsThatHalt = 5;
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+LoaderSettings loader_settings(const Config& config, const ParameterStore& store) {
+  LoaderSettings settings;
+  settings.micro_batch = config.train.micro_batch_size;
+  settings.seed = static_cast<std::uint64_t>(config.run.seed);
+  settings.mask_rate = config.train.mask_rate;
+  settings.shuffle = config.data.shuffle;
+  settings.pin_memory = store.device().is_cuda();
+  return settings;
+}
+
+}  // namespace
+
+Trainer::Trainer(TrainerParts parts)
+    : parts_(std::move(parts)),
+      train_(parts_.config.train),
+      optimizer_(parts_.store, {train_.beta1, train_.beta2, train_.eps, train_.weight_decay, train_.clip}),
+      clock_(train_.budget, train_.clock),
+      progress_(parts_.checkpoint_info.progress),
+      checkpoints_(parts_.run_folder + "/checkpoints"),
+      metrics_(parts_.run_folder),
+      progress_line_(train_.budget, progress_.elapsed_s),
+      log_every_(parts_.config.log.every),
+      eval_every_(parts_.config.eval.every),
+      save_every_(parts_.config.checkpoint.every),
+      loader_(std::make_unique<Loader>(parts_.shards, loader_settings(parts_.config, parts_.store),
+                                       progress_.consumed_samples)),
+      at_start_(progress_) {}
+
+Summary Trainer::run() {
+  if (progress_.attempt > 0) metrics_.event("resumed", concat("after step ", progress_.step), progress_);
+  clock_.start(progress_.elapsed_s);
+  while (const std::optional<StepPlan> plan = plan_step()) {
+    const Progress before = progress_;
+    StepRecord record;
+    if (!run_step(*plan, record)) continue;  // a signal: plan_step ends the run
+    progress_.step += 1;
+    progress_.consumed_samples += plan->batch_size;
+    progress_.tokens += plan->batch_size * parts_.config.model.seq_length;
+    progress_.elapsed_s = clock_.elapsed_s(progress_);
+    report(*plan, record, before);
+    if (eval_every_.crossed(before, progress_)) evaluate();
+    if (save_every_.crossed(before, progress_)) save_or_warn();
+  }
+  return finish();
+}
+
+std::optional<Trainer::StepPlan> Trainer::plan_step() {
+  const double t = clock_.fraction(progress_);
+  const Quantity& stop_after = parts_.config.run.stop_after;
+  if (signals_.received() != 0) {
+    stop_reason_ = signal_name(signals_.received());
+  } else if (t >= 1) {
+    stop_reason_ = clock_.covers_next_step(progress_) ? "budget" : "replay ends";
+  } else if (stop_after.value > 0 && static_cast<double>(progress_.step) >= stop_after.value) {
+    stop_reason_ = "stop_after";
+  } else {
+    const ScheduleSettings schedule{train_.schedule, train_.warmup, train_.peak_fraction};
+    return StepPlan{t, train_.lr * schedule_factor(schedule, t),
+                    ramped_batch_size(train_.batch_size, train_.batch_quantum, train_.batch_ramp, t)};
+  }
+  return std::nullopt;
+}
+
+bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
+  const double start_s = now_s();
+  at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(parts_.store.device()));
+  std::int64_t masked = 0;
+  for (std::int64_t row = 0; row < plan.batch_size; row += train_.micro_batch_size) {
+    if (signals_.received() != 0) return false;
+    const double wait_from_s = now_s();
+    const Batch batch = loader_->next();
+    record.data_wait_s += now_s() - wait_from_s;
+    const auto on_device = [&](const at::Tensor& host) { return host.to(parts_.store.device(), /*non_blocking=*/true); };
+    loss_sum.add_(parts_.encoder.forward_backward(on_device(batch.ids), on_device(batch.positions), on_device(batch.labels)));
+    masked += batch.labels.numel();
+  }
+  // The gradients are those of the loss sum; one factor turns them into the clipped gradient of the mean.
+  const double count = static_cast<double>(masked);
+  record.loss = loss_sum.item<double>() / count;
+  record.grad_norm = optimizer_.grad_norm() / count;
+  if (std::isfinite(record.grad_norm) && std::isfinite(record.loss)) {
+    progress_.skipped_in_a_row = 0;
+    const std::int64_t update = progress_.step - progress_.skipped + 1;
+    optimizer_.update(update, plan.lr, clip_factor(record.grad_norm, train_.clip) / count);
+  } else {
+    const std::string what = concat("step ", progress_.step + 1, ": loss ", record.loss, ", gradient norm ", record.grad_norm);
+    progress_.skipped += 1;
+    progress_.skipped_in_a_row += 1;
+    metrics_.event("non-finite", what, progress_);
+    CRAM_CHECK(train_.on_nonfinite == "skip" && progress_.skipped_in_a_row < kSkipsThatHalt, ExitCode::kNonFinite, what,
+               " is not finite (", progress_.skipped_in_a_row, " in a row); lower train.lr and resume from the last checkpoint");
+    log_warning(what, " is not finite: the update is skipped");
+    parts_.store.zero_grad();
+  }
+  record.step_s = now_s() - start_s;
+  return true;
+}
+
+void Trainer::report(const StepPlan& plan, const StepRecord& measured, const Progress& before) {
+  StepRecord record = measured;
+  record.step = progress_.step;
+  record.fraction = plan.t;
+  record.lr = plan.lr;
+  record.batch_size = plan.batch_size;
+  record.tokens_per_s = static_cast<double>(progress_.tokens - before.tokens) / record.step_s;
+  const double fraction = clock_.fraction(progress_);
+  const double left_s = fraction > 0 ? progress_.elapsed_s * (1 - std::min(fraction, 1.0)) / fraction : NAN;
+  metrics_.train(record, progress_, fraction, left_s);
+  const std::string line = progress_line_.text(record, progress_, fraction, left_s);
+  const bool first = before.step == at_start_.step;
+  if (first || log_every_.crossed(before, progress_)) {
+    say(line);
+  } else {
+    live_line(line);
+  }
+  announce_epoch(before.consumed_samples);
+}
+
+void Trainer::announce_epoch(std::int64_t consumed_before) const {
+  const std::int64_t rows = parts_.shards->rows();
+  if (consumed_before / rows != progress_.consumed_samples / rows) {
+    log_info("epoch ", progress_.consumed_samples / rows + 1, " starts: the ", rows, " rows are read again with new masks");
+  }
+}
+
+void Trainer::evaluate() {
+  clock_.pause();
+  last_eval_ = parts_.evaluate();
+  last_eval_step_ = progress_.step;
+  progress_.excluded_s += clock_.resume();
+  metrics_.eval(*last_eval_, progress_);
+}
+
+void Trainer::save() {
+  if (last_saved_step_ == progress_.step) return;
+  parts_.checkpoint_info.progress = progress_;
+  const double start_s = now_s();
+  const std::uintmax_t bytes =
+      checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep);
+  last_saved_step_ = progress_.step;
+  progress_line_.saved(progress_.elapsed_s);
+  metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", now_s() - start_s, " s"), progress_);
+}
+
+void Trainer::save_or_warn() {
+  try {
+    save();
+    failed_saves_ = 0;
+  } catch (const Error& error) {
+    if (++failed_saves_ >= parts_.config.checkpoint.max_failures) throw;
+    metrics_.event("save failed", error.what(), progress_);
+    log_warning("checkpoint not saved (", failed_saves_, " of ", parts_.config.checkpoint.max_failures,
+                " failures before the run stops): ", error.what());
+  }
+}
+
+Summary Trainer::finish() {
+  live_line("");
+  const bool preempted = signals_.received() != 0;
+  clock_.pause();
+  if (preempted) say(stop_reason_, ": saving step ", progress_.step, " and leaving; run the same command again to resume");
+  save();
+  const bool ended = stop_reason_ == "budget" || stop_reason_ == "replay ends";
+  if (ended && last_eval_step_ != progress_.step) {
+    last_eval_ = parts_.evaluate();
+    metrics_.eval(*last_eval_, progress_);
+  }
+  progress_.excluded_s += clock_.resume();
+  Summary summary;
+  summary.reason = stop_reason_;
+  summary.progress = progress_;
+  const double trained_s = progress_.elapsed_s - at_start_.elapsed_s;
+  summary.tokens_per_s = trained_s > 0 ? static_cast<double>(progress_.tokens - at_start_.tokens) / trained_s : 0;
+  summary.lr_end = train_.lr * schedule_factor({train_.schedule, train_.warmup, train_.peak_fraction}, 1);
+  summary.eval = last_eval_;
+  metrics_.summary(summary);
+  return summary;
+}
+
+}  // namespace cram
