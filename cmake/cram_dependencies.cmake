@@ -100,10 +100,12 @@ if(CRAM_CUDA)
   target_include_directories(cram_deps_torch SYSTEM INTERFACE
     ${CRAM_TORCH_ROOT}/../nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS})
   target_link_libraries(cram_deps_torch INTERFACE
-    -Wl,--no-as-needed torch torch_cpu torch_cuda c10 c10_cuda -Wl,--as-needed)
+    -Wl,--no-as-needed stdc++ torch torch_cpu torch_cuda c10 c10_cuda -Wl,--as-needed)
 else()
-  target_link_libraries(cram_deps_torch INTERFACE torch_cpu c10)
+  target_link_libraries(cram_deps_torch INTERFACE -Wl,--no-as-needed stdc++ -Wl,--as-needed torch_cpu c10)
 endif()
+# stdc++ comes first on purpose: libtorch.so exports parts of the C++ library it was built with (std::filesystem), and
+# whoever is linked first wins; the wheel's remove_all() calls through a null pointer in a program built by GCC 12.
 # The wheel's libraries find each other through their own RPATH; ours need the wheel and its NCCL.
 set(CMAKE_BUILD_RPATH "${CRAM_TORCH_ROOT}/lib;${CRAM_TORCH_ROOT}/../nvidia/nccl/lib")
 

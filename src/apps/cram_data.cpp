@@ -190,7 +190,8 @@ void run_pack(const std::vector<std::string>& arguments) {
 }
 
 void run_verify(const std::vector<std::string>& arguments) {
-  CommandLine line("verify", "Checks every file of an output of `tokenizer` or `pack`; exit 22 when one is damaged.", "dir");
+  CommandLine line("verify", "Checks every file of an output of `tokenizer` or `pack`; exit 22 when one is damaged.",
+                   "dir");
   line.add("dir", "The folder (a plain word)", "DIR");
   if (line.parse(arguments)) cram::verify_folder(line.folder());
 }

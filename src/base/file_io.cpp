@@ -1,6 +1,7 @@
 #include "base/file_io.h"
 
 #include <fcntl.h>
+#include <ftw.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -92,7 +93,9 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view c
 }
 
 void sync_file(const std::filesystem::path& path, ExitCode code) { sync_path(path, O_RDONLY, code); }
-void sync_folder(const std::filesystem::path& folder, ExitCode code) { sync_path(folder, O_RDONLY | O_DIRECTORY, code); }
+void sync_folder(const std::filesystem::path& folder, ExitCode code) {
+  sync_path(folder, O_RDONLY | O_DIRECTORY, code);
+}
 
 void rename_path(const std::filesystem::path& from, const std::filesystem::path& to, ExitCode code) {
   CRAM_CHECK(::rename(from.c_str(), to.c_str()) == 0, code, "cannot rename ", from.string(), " to ", to.string(), ": ",
@@ -104,6 +107,12 @@ void make_folders(const std::filesystem::path& folder, ExitCode code) {
   std::filesystem::create_directories(folder, error);
   CRAM_CHECK(!error && std::filesystem::is_directory(folder), code, "cannot create the folder ", folder.string(), ": ",
              error ? error.message() : "something else has that name");
+}
+
+void remove_tree(const std::filesystem::path& path, ExitCode code) {
+  const auto remove_one = [](const char* name, const struct stat*, int, struct FTW*) { return ::remove(name); };
+  const bool removed = ::nftw(path.c_str(), remove_one, 16, FTW_DEPTH | FTW_PHYS) == 0;
+  CRAM_CHECK(removed || errno == ENOENT, code, "cannot remove ", path.string(), ": ", reason());
 }
 
 std::string temporary_suffix() {

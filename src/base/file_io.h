@@ -28,6 +28,11 @@ void rename_path(const std::filesystem::path& from, const std::filesystem::path&
 /// Creates the folder and its parents; throws Error(code) with path and reason.
 void make_folders(const std::filesystem::path& folder, ExitCode code = ExitCode::kOther);
 
+/// Removes a file, or a folder with all it holds (links are not followed); nothing there is fine. Not
+/// std::filesystem::remove_all: libtorch.so exports a copy of it that calls a null pointer, and that copy is the one a
+/// program gets.
+void remove_tree(const std::filesystem::path& path, ExitCode code = ExitCode::kOther);
+
 /// A suffix that no other process or earlier run uses: ".tmp-<pid>-<nonce>". Names with it are leftovers of a crash
 /// and may be deleted by whoever owns the folder.
 [[nodiscard]] std::string temporary_suffix();

@@ -23,7 +23,8 @@ void Account::keep(std::int64_t bytes, std::int64_t documents) { add(kept_, byte
 
 void Account::drop(std::string_view reason, std::int64_t bytes, std::int64_t documents) {
   if (bytes == 0 && documents == 0) return;
-  const auto found = std::find_if(dropped_.begin(), dropped_.end(), [&](const auto& row) { return row.first == reason; });
+  const auto found =
+      std::find_if(dropped_.begin(), dropped_.end(), [&](const auto& row) { return row.first == reason; });
   if (found != dropped_.end()) return add(found->second, bytes, documents);
   dropped_.emplace_back(reason, Amount{bytes, documents});
 }

@@ -13,9 +13,9 @@ namespace cram {
 [[nodiscard]] const std::vector<std::string>& block_order_names();
 
 struct BlockOrderContext {
-  std::int64_t seq_length = 0;  ///< S
-  std::int64_t vocab_size = 0;  ///< V
-  std::uint64_t seed = 0;       ///< of `randomized`
+  std::int64_t seq_length = 0;           ///< S
+  std::int64_t vocab_size = 0;           ///< V
+  std::uint64_t seed = 0;                ///< of `randomized`
   std::vector<std::int64_t> full_stops;  ///< [V], "." characters in each piece; `sentence-length` only
 };
 

@@ -26,8 +26,8 @@ class PlainReader : public ByteReader {
   PlainReader(File file, std::string name) : file_(std::move(file)), name_(std::move(name)) {}
   std::size_t read(char* out, std::size_t bytes) override {
     const std::size_t got = std::fread(out, 1, bytes, file_.get());
-    CRAM_CHECK(got > 0 || std::ferror(file_.get()) == 0, ExitCode::kData, "reading ", name_, " failed: ",
-               std::strerror(errno));
+    CRAM_CHECK(got > 0 || std::ferror(file_.get()) == 0, ExitCode::kData, "reading ", name_,
+               " failed: ", std::strerror(errno));
     return got;
   }
 
@@ -86,7 +86,10 @@ class GzipReader : public ByteReader {
 class ZstdReader : public ByteReader {
  public:
   ZstdReader(std::unique_ptr<ByteReader> source, std::string name)
-      : source_(std::move(source)), name_(std::move(name)), input_(ZSTD_DStreamInSize()), stream_(ZSTD_createDStream()) {
+      : source_(std::move(source)),
+        name_(std::move(name)),
+        input_(ZSTD_DStreamInSize()),
+        stream_(ZSTD_createDStream()) {
     CRAM_CHECK(stream_, ExitCode::kOutOfMemory, "zstd has no memory");
   }
 
@@ -127,13 +130,15 @@ std::unique_ptr<ByteReader> open_bytes(const std::string& path, const std::strin
   CRAM_CHECK(file, ExitCode::kData, "cannot read ", name, ": ", std::strerror(errno));
   char magic[4] = {};
   const std::size_t got = std::fread(magic, 1, sizeof magic, file.get());
-  CRAM_CHECK(got > 0 || std::ferror(file.get()) == 0, ExitCode::kData, "cannot read ", name, ": ", std::strerror(errno));
+  CRAM_CHECK(got > 0 || std::ferror(file.get()) == 0, ExitCode::kData, "cannot read ", name, ": ",
+             std::strerror(errno));
   std::rewind(file.get());
   const std::string_view first(magic, got);
   const bool gzip = first.substr(0, 2) == "\x1F\x8B";
   const bool zstd = first == "\x28\xB5\x2F\xFD";
   const std::string_view ending = name;
-  CRAM_CHECK(gzip || !ending.ends_with(".gz"), ExitCode::kData, name, " is named .gz but is not gzip: rename or repack it");
+  CRAM_CHECK(gzip || !ending.ends_with(".gz"), ExitCode::kData, name,
+             " is named .gz but is not gzip: rename or repack it");
   CRAM_CHECK(zstd || !ending.ends_with(".zst"), ExitCode::kData, name,
              " is named .zst but is not zstd: rename or repack it");
   auto plain = std::make_unique<PlainReader>(std::move(file), name);

@@ -38,7 +38,8 @@ InputFile spool_standard_input() {
   const std::shared_ptr<std::FILE> copy(std::tmpfile(), [](std::FILE* file) {
     if (file != nullptr) std::fclose(file);
   });
-  CRAM_CHECK(copy, ExitCode::kData, "cannot make a temporary file for standard input: set TMPDIR to a folder with space");
+  CRAM_CHECK(copy, ExitCode::kData,
+             "cannot make a temporary file for standard input: set TMPDIR to a folder with space");
   std::vector<char> block(std::size_t{1} << 20U);
   std::size_t got = 0;
   char first = 0;
@@ -156,9 +157,9 @@ InputList find_inputs(const std::vector<std::string>& inputs) {
   }
   CRAM_CHECK(!list.files.empty(), ExitCode::kData,
              "no input files: expected .txt or .jsonl (plain, .gz or .zst), folders of them, or '-'",
-             list.skipped_files > 0 ? concat("; found ", list.skipped_files, " files of other names such as ",
-                                             list.first_skipped)
-                                    : std::string());
+             list.skipped_files > 0
+                 ? concat("; found ", list.skipped_files, " files of other names such as ", list.first_skipped)
+                 : std::string());
   list.digest = digest_of(list.files);
   return list;
 }
@@ -170,7 +171,7 @@ struct DocumentSource::State {
   std::size_t file_index = 0;
   std::unique_ptr<LineReader> lines;
   std::int64_t line_number = 0;
-  CleanCounts counts;            // of the present file
+  CleanCounts counts;  // of the present file
   std::int64_t first_bad_line = 0;
   bool last_line_ended = false;  // did the last line of the open document have a terminator?
 
@@ -322,8 +323,8 @@ std::string DocumentSource::findings() const {
   const State& s = *state_;
   return concat("found: ", with_commas(s.all_counts.invalid_bytes), " invalid bytes, ",
                 with_commas(s.all_counts.nul_bytes), " NULs, ", with_commas(s.blank_lines), " empty lines, ",
-                with_commas(s.bad_json_lines), " bad JSON lines in ", with_commas(static_cast<std::int64_t>(s.files.size())),
-                " files");
+                with_commas(s.bad_json_lines), " bad JSON lines in ",
+                with_commas(static_cast<std::int64_t>(s.files.size())), " files");
 }
 
 }  // namespace cram

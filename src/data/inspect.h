@@ -14,9 +14,9 @@ struct InspectSettings {
   std::string folder;
   std::int64_t samples = 5;
   std::string split = "train";
-  bool masked = false;         ///< also show each row as the model would see it
+  bool masked = false;  ///< also show each row as the model would see it
   double mask_rate = 0.25;
-  std::uint64_t seed = 0;      ///< of the choice of rows, and of the masks
+  std::uint64_t seed = 0;  ///< of the choice of rows, and of the masks
 };
 
 /// Prints what the folder is and some rows, decoded; of a tokenizer folder some pieces.

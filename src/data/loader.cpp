@@ -77,8 +77,7 @@ struct Loader::State {
 
   Batch make(std::int64_t step) {
     BatchBuilder builder(masks, settings.micro_batch, settings.pin_memory);
-    const std::int64_t first =
-        first_sample + (step * settings.dp_size + settings.dp_rank) * settings.micro_batch;
+    const std::int64_t first = first_sample + (step * settings.dp_size + settings.dp_rank) * settings.micro_batch;
     for (std::int64_t i = 0; i < settings.micro_batch; ++i) builder.add(*shards, sampler.at(first + i));
     return builder.take();
   }
@@ -107,14 +106,14 @@ struct Loader::State {
   LoaderSettings settings;
   MaskSettings masks;
   std::int64_t first_sample;
-  Sampler sampler;           // the reader thread's own, like `shards`, while it lives
+  Sampler sampler;             // the reader thread's own, like `shards`, while it lives
   std::int64_t next_step = 0;  // prefetch 0 only
 
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Batch> ready;    // guarded by mutex
-  std::exception_ptr error;   // written once, by the reader thread under the mutex
-  bool stopping = false;      // guarded by mutex
+  std::deque<Batch> ready;   // guarded by mutex
+  std::exception_ptr error;  // written once, by the reader thread under the mutex
+  bool stopping = false;     // guarded by mutex
   std::thread reader;
 };
 

@@ -30,8 +30,8 @@ class Loader {
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
-  /// Micro-step j = 0, 1, ... of this rank: the `micro_batch` samples from first_sample + (j·dp_size + dp_rank)·micro_batch
-  /// on. Blocks until it is ready; rethrows what stopped the reader thread.
+  /// Micro-step j = 0, 1, ... of this rank: the `micro_batch` samples from first_sample + (j·dp_size +
+  /// dp_rank)·micro_batch on. Blocks until it is ready; rethrows what stopped the reader thread.
   [[nodiscard]] Batch next();
 
  private:
@@ -40,7 +40,7 @@ class Loader {
 };
 
 /// Rows [first_row, first_row+rows) in their prepared order, masked: held-out evaluation uses seed 0 and epoch 0.
-[[nodiscard]] Batch make_batch(ShardSet& shards, std::int64_t first_row, std::int64_t rows, const MaskSettings& settings,
-                               std::int64_t epoch = 0);
+[[nodiscard]] Batch make_batch(ShardSet& shards, std::int64_t first_row, std::int64_t rows,
+                               const MaskSettings& settings, std::int64_t epoch = 0);
 
 }  // namespace cram

@@ -223,8 +223,8 @@ bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted
     const std::string asked = value(wanted, key);
     if (there != asked) differences += concat("\n  ", key, ": ", there, " there, ", asked, " asked for");
   }
-  CRAM_CHECK(differences.empty() || force, ExitCode::kUsage, folder.string(), " was made from something else:",
-             differences, "\nChoose another --output, or replace it with --force");
+  CRAM_CHECK(differences.empty() || force, ExitCode::kUsage, folder.string(),
+             " was made from something else:", differences, "\nChoose another --output, or replace it with --force");
   if (!differences.empty()) return false;
   const std::vector<std::string> faults = find_damage(folder, present, /*digests=*/true);
   if (!faults.empty()) log_warning(folder.string(), " is damaged and will be made again: ", faults.front());
@@ -239,8 +239,9 @@ void begin_folder(const std::filesystem::path& folder) {
   sync_folder(folder, ExitCode::kData);
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     const std::string name = entry.path().filename().string();
-    const bool leftover = is_temporary_name(name) && (name.starts_with(kManifestName) || name.starts_with(kTokenizerFileName) ||
-                                                      is_shard_name(name.substr(0, name.find(".tmp-"))));
+    const bool leftover =
+        is_temporary_name(name) && (name.starts_with(kManifestName) || name.starts_with(kTokenizerFileName) ||
+                                    is_shard_name(name.substr(0, name.find(".tmp-"))));
     if (leftover || is_shard_name(name)) {
       std::filesystem::remove(entry.path(), error);
     }

@@ -30,8 +30,8 @@ struct SplitRecord {
 };
 
 struct Manifest {
-  std::string kind;           ///< "tokenizer" or "shards"
-  std::string inputs_digest;  ///< of the content of the input files in order
+  std::string kind;                             ///< "tokenizer" or "shards"
+  std::string inputs_digest;                    ///< of the content of the input files in order
   std::map<std::string, std::string> settings;  ///< everything else that decides the content of the folder
   TokenizerRecord tokenizer;
   // Of kind "shards" only:

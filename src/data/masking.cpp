@@ -33,8 +33,8 @@ void mask_row(const MaskSettings& settings, std::int64_t epoch, std::int64_t row
   CRAM_CHECK(settings.vocab_size > kSpecialTokens && n >= 0 && n <= settings.seq_length, ExitCode::kUsage,
              "masking needs a vocabulary of more than ", kSpecialTokens, " entries and a mask rate in [0,1], got ",
              settings.vocab_size, " and ", settings.mask_rate);
-  RandomStream stream(stream_key(settings.seed, "mask", static_cast<std::uint64_t>(epoch),
-                                 static_cast<std::uint64_t>(row)));
+  RandomStream stream(
+      stream_key(settings.seed, "mask", static_cast<std::uint64_t>(epoch), static_cast<std::uint64_t>(row)));
 
   // The first n steps of a Fisher-Yates shuffle: n distinct positions, already in random slot order.
   std::vector<std::int64_t> slots(static_cast<std::size_t>(settings.seq_length));

@@ -75,8 +75,9 @@ double fitting_share(const Corpus& corpus, std::int64_t seq_length) {
   if (share > 0) {
     advice = concat("--validation ", format_double(share), " fits this text");
   } else {
-    advice = concat("no --validation fits this text: add text, split it into more documents (blank lines), or choose a "
-                    "smaller --seq-length");
+    advice = concat(
+        "no --validation fits this text: add text, split it into more documents (blank lines), or choose a "
+        "smaller --seq-length");
   }
   fail(ExitCode::kData, "too little text: ", corpus.ids.size(), " tokens in ", corpus.documents.size(),
        " documents give ", train_tokens, " for training and ", validation_tokens, " for validation with --validation ",
@@ -137,8 +138,12 @@ SplitRecord write_split(const std::string& split, const Stream& stream, const st
   record.dropped_tokens = stream.dropped_tokens;
   for (std::int64_t first = 0; first < record.rows; first += settings.rows_per_shard) {
     const auto index = static_cast<std::int64_t>(record.shards.size());
-    const ShardHeader header{s,     tokenizer.vocab_size(), std::min(settings.rows_per_shard, record.rows - first),
-                             index, split,                  settings.order,
+    const ShardHeader header{s,
+                             tokenizer.vocab_size(),
+                             std::min(settings.rows_per_shard, record.rows - first),
+                             index,
+                             split,
+                             settings.order,
                              tokenizer.digest()};
     const auto fill = [&](std::int64_t row, std::int64_t count, std::uint32_t* out) {
       for (std::int64_t i = 0; i < count; ++i) {
@@ -177,7 +182,8 @@ std::map<std::string, std::string> identity(const PackSettings& settings, const 
 }
 
 /// Reads, normalises, encodes and filters everything; prints the accounts of the stages.
-Corpus read_corpus(const InputList& inputs, const PackSettings& settings, const Tokenizer& tokenizer, Manifest& manifest) {
+Corpus read_corpus(const InputList& inputs, const PackSettings& settings, const Tokenizer& tokenizer,
+                   Manifest& manifest) {
   DocumentSource source(inputs);
   PreparedDocuments documents(source, settings.threads, "pack", [&](PreparedDocument& document) {
     document.ids = tokenizer.encode_normalized(document.normalized);
@@ -238,8 +244,8 @@ void pack(const PackSettings& settings) {
   if (is_already_made(settings.output, manifest, settings.force)) {
     const Manifest present = read_manifest(settings.output);
     say("already prepared: ", settings.output, " has this data, ", with_commas(present.splits.at("train").rows),
-        " training and ", with_commas(present.splits.at("validation").rows), " validation rows of ",
-        present.seq_length, " tokens from the same inputs");
+        " training and ", with_commas(present.splits.at("validation").rows), " validation rows of ", present.seq_length,
+        " tokens from the same inputs");
     return;
   }
   say("packing ", inputs.files.size(), " files into rows of ", settings.seq_length, " tokens with a vocabulary of ",
@@ -273,7 +279,8 @@ void pack(const PackSettings& settings) {
   BlockOrderContext context{settings.seq_length, vocab_size, settings.seed, {}};
   if (settings.order == "sentence-length") context.full_stops = full_stops_of(tokenizer);
   begin_folder(settings.output);
-  write_file_atomically(std::filesystem::path(settings.output) / kTokenizerFileName, tokenizer.bytes(), ExitCode::kData);
+  write_file_atomically(std::filesystem::path(settings.output) / kTokenizerFileName, tokenizer.bytes(),
+                        ExitCode::kData);
   manifest.tokenizer = {vocab_size, tokenizer.type(), tokenizer.digest(), digest_text(tokenizer.bytes())};
   manifest.seq_length = settings.seq_length;
   manifest.order = settings.order;

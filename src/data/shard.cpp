@@ -21,8 +21,7 @@ constexpr const char* kDataset = "input_ids";
 class Hdf5Handle {
  public:
   using Close = herr_t (*)(hid_t);
-  Hdf5Handle(hid_t id, Close close_function, const std::string& what)
-      : id_(id), close_(close_function), what_(what) {
+  Hdf5Handle(hid_t id, Close close_function, const std::string& what) : id_(id), close_(close_function), what_(what) {
     CRAM_CHECK(id >= 0, ExitCode::kData, "HDF5 failed: ", what);
   }
   Hdf5Handle(Hdf5Handle&& other) noexcept
@@ -33,9 +32,7 @@ class Hdf5Handle {
   }
   [[nodiscard]] hid_t get() const noexcept { return id_; }
   /// For writers: a close can be the call that finds the disk full.
-  void close() {
-    CRAM_CHECK(close_(std::exchange(id_, -1)) >= 0, ExitCode::kData, "HDF5 failed closing: ", what_);
-  }
+  void close() { CRAM_CHECK(close_(std::exchange(id_, -1)) >= 0, ExitCode::kData, "HDF5 failed closing: ", what_); }
 
  private:
   hid_t id_;
@@ -44,12 +41,11 @@ class Hdf5Handle {
 };
 static_assert(!std::is_copy_constructible_v<Hdf5Handle>);
 
-void check(herr_t status, const std::string& what) {
-  CRAM_CHECK(status >= 0, ExitCode::kData, "HDF5 failed: ", what);
-}
+void check(herr_t status, const std::string& what) { CRAM_CHECK(status >= 0, ExitCode::kData, "HDF5 failed: ", what); }
 
 /// File access for this project: no locks (shards are immutable and may lie on read-only or locked storage), a format
-/// that HDF5 1.10 and h5py read, everything closed with the file. The error stack is per thread and we report ourselves.
+/// that HDF5 1.10 and h5py read, everything closed with the file. The error stack is per thread and we report
+/// ourselves.
 Hdf5Handle file_access() {
   H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
   Hdf5Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "file access list");
@@ -77,7 +73,8 @@ void write_text(hid_t file, const char* name, const std::string& value) {
 std::int64_t read_integer(hid_t file, const char* name) {
   const Hdf5Handle attribute(H5Aopen(file, name, H5P_DEFAULT), H5Aclose, concat("no attribute ", name));
   const Hdf5Handle space(H5Aget_space(attribute.get()), H5Sclose, name);
-  CRAM_CHECK(H5Sget_simple_extent_npoints(space.get()) == 1, ExitCode::kData, "attribute ", name, " is no single number");
+  CRAM_CHECK(H5Sget_simple_extent_npoints(space.get()) == 1, ExitCode::kData, "attribute ", name,
+             " is no single number");
   std::int64_t value = 0;
   check(H5Aread(attribute.get(), H5T_NATIVE_INT64, &value), concat("attribute ", name));
   return value;
@@ -144,11 +141,15 @@ void select_rows(hid_t space, std::int64_t first, std::int64_t count, std::int64
   check(H5Sselect_hyperslab(space, H5S_SELECT_SET, start.data(), nullptr, size.data(), nullptr), "selecting rows");
 }
 
-/// Writes the file and returns the digest of the ids that went in.
-std::string write_rows(const std::filesystem::path& path, const ShardHeader& header, const FillRows& fill_rows) {
+constexpr std::size_t kImageStep = std::size_t{1} << 20U;
+constexpr const char* kImageName = "shard in memory";
+
+/// The bytes of the shard file, made in memory: HDF5 1.10 dies of a signal when a file it writes meets a full disk, and
+/// our own writer does not. Sets the digest of the ids that went in.
+std::string make_image(const ShardHeader& header, const FillRows& fill_rows, std::string& ids_digest) {
   const Hdf5Handle access = file_access();
-  Hdf5Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose,
-                  concat("creating ", path.string()));
+  check(H5Pset_fapl_core(access.get(), kImageStep, /*backing_store=*/false), "memory driver");
+  const Hdf5Handle file(H5Fcreate(kImageName, H5F_ACC_TRUNC, H5P_DEFAULT, access.get()), H5Fclose, kImageName);
   write_header(file.get(), header);
 
   const Hdf5Handle creation(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "dataset properties");
@@ -162,9 +163,8 @@ std::string write_rows(const std::filesystem::path& path, const ShardHeader& hea
   const Extent maximum{H5S_UNLIMITED, size[1]};
   const Hdf5Handle space(H5Screate_simple(2, size.data(), maximum.data()), H5Sclose, "dataset space");
   const hid_t stored = header.vocab_size > 65536 ? H5T_STD_U32LE : H5T_STD_U16LE;
-  Hdf5Handle dataset(
-      H5Dcreate2(file.get(), kDataset, stored, space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT), H5Dclose,
-      concat("dataset of ", path.string()));
+  Hdf5Handle dataset(H5Dcreate2(file.get(), kDataset, stored, space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT),
+                     H5Dclose, "creating input_ids");
 
   Digest digest;
   std::vector<std::uint32_t> block;
@@ -180,54 +180,24 @@ std::string write_rows(const std::filesystem::path& path, const ShardHeader& hea
     const Extent block_size = extent(count, header.seq_length);
     const Hdf5Handle memory(H5Screate_simple(2, block_size.data(), nullptr), H5Sclose, "block space");
     check(H5Dwrite(dataset.get(), H5T_NATIVE_UINT32, memory.get(), space.get(), H5P_DEFAULT, block.data()),
-          concat("writing rows of ", path.string(), " (is the disk full?)"));
+          "writing rows");
   }
+  ids_digest = digest.hex();
   dataset.close();
-  check(H5Fflush(file.get(), H5F_SCOPE_GLOBAL), concat("flushing ", path.string()));
-  file.close();
-  return digest.hex();
-}
-
-std::string digest_of_rows(const std::filesystem::path& path) {
-  const ShardReader reader = ShardReader::open(path);
-  const ShardHeader& header = reader.header();
-  Digest digest;
-  std::vector<std::uint32_t> block;
-  for (std::int64_t first = 0; first < header.rows; first += kShardBlockRows) {
-    const std::int64_t count = std::min(kShardBlockRows, header.rows - first);
-    block.resize(static_cast<std::size_t>(count * header.seq_length));
-    reader.read(first, count, block.data());
-    digest.update(block.data(), block.size() * sizeof block[0]);
-  }
-  return digest.hex();
+  check(H5Fflush(file.get(), H5F_SCOPE_GLOBAL), "flushing");
+  const ssize_t bytes = H5Fget_file_image(file.get(), nullptr, 0);
+  CRAM_CHECK(bytes > 0, ExitCode::kData, "HDF5 failed: size of the file image");
+  std::string image(static_cast<std::size_t>(bytes), '\0');
+  CRAM_CHECK(H5Fget_file_image(file.get(), image.data(), image.size()) == bytes, ExitCode::kData,
+             "HDF5 failed: copying the file image");
+  return image;
 }
 
 }  // namespace
 
-ShardFile write_shard(const std::filesystem::path& path, const ShardHeader& header, const FillRows& fill_rows) {
-  const std::filesystem::path temporary = path.string() + temporary_suffix();
-  ShardFile result;
-  try {
-    const std::string written = write_rows(temporary, header, fill_rows);
-    const std::string read_back = digest_of_rows(temporary);
-    CRAM_CHECK(written == read_back, ExitCode::kData, "the rows read back from ", temporary.string(),
-               " are not those written: is the disk faulty or full?");
-    sync_file(temporary, ExitCode::kData);
-    result = {path.filename().string(), header.rows,
-              static_cast<std::int64_t>(std::filesystem::file_size(temporary)), digest_file(temporary.string())};
-    rename_path(temporary, path, ExitCode::kData);
-  } catch (...) {
-    std::error_code ignored;
-    std::filesystem::remove(temporary, ignored);
-    throw;
-  }
-  sync_folder(path.has_parent_path() ? path.parent_path() : std::filesystem::path("."), ExitCode::kData);
-  return result;
-}
-
 struct ShardReader::State {
-  State(const std::filesystem::path& shard_path, const Hdf5Handle& access)
-      : path(shard_path.string()),
+  State(const std::string& shard_path, const Hdf5Handle& access)
+      : path(shard_path),
         file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose, "it is no HDF5 file or not readable"),
         header(read_header(file.get())),
         dataset(H5Dopen2(file.get(), kDataset, H5P_DEFAULT), H5Dclose, "no dataset input_ids"),
@@ -238,7 +208,69 @@ struct ShardReader::State {
   ShardHeader header;
   Hdf5Handle dataset;
   Hdf5Handle space;
+
+  void check_dataset() const {
+    Extent size{};
+    CRAM_CHECK(H5Sget_simple_extent_ndims(space.get()) == 2 &&
+                   H5Sget_simple_extent_dims(space.get(), size.data(), nullptr) == 2 &&
+                   size == extent(header.rows, header.seq_length),
+               ExitCode::kData, "input_ids is ", size[0], "x", size[1], ", the header says ", header.rows, "x",
+               header.seq_length);
+    const Hdf5Handle type(H5Dget_type(dataset.get()), H5Tclose, "dataset type");
+    const std::size_t width = header.vocab_size > 65536 ? 4 : 2;
+    CRAM_CHECK(H5Tget_class(type.get()) == H5T_INTEGER && H5Tget_sign(type.get()) == H5T_SGN_NONE &&
+                   H5Tget_size(type.get()) == width,
+               ExitCode::kData, "input_ids is not uint", 8 * width);
+  }
+
+  void read(std::int64_t first, std::int64_t count, std::uint32_t* out) const {
+    CRAM_CHECK(first >= 0 && count >= 0 && first + count <= header.rows, ExitCode::kData, "rows [", first, ", ",
+               first + count, ") of ", path, ", which has ", header.rows);
+    if (count == 0) return;
+    H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+    select_rows(space.get(), first, count, header.seq_length);
+    const Extent size = extent(count, header.seq_length);
+    const Hdf5Handle memory(H5Screate_simple(2, size.data(), nullptr), H5Sclose, "block space");
+    check(H5Dread(dataset.get(), H5T_NATIVE_UINT32, memory.get(), space.get(), H5P_DEFAULT, out),
+          concat("reading rows [", first, ", ", first + count, ") of ", path, ": the checksum or the file is bad"));
+    const std::uint32_t largest = *std::max_element(out, out + count * header.seq_length);
+    CRAM_CHECK(largest < header.vocab_size, ExitCode::kData, path, " has id ", largest, " in a vocabulary of ",
+               header.vocab_size);
+  }
+
+  /// The digest of all ids, as the writer counted them.
+  [[nodiscard]] std::string ids_digest() const {
+    Digest digest;
+    std::vector<std::uint32_t> block;
+    for (std::int64_t first = 0; first < header.rows; first += kShardBlockRows) {
+      const std::int64_t count = std::min(kShardBlockRows, header.rows - first);
+      block.resize(static_cast<std::size_t>(count * header.seq_length));
+      read(first, count, block.data());
+      digest.update(block.data(), block.size() * sizeof block[0]);
+    }
+    return digest.hex();
+  }
 };
+
+ShardFile write_shard(const std::filesystem::path& path, const ShardHeader& header, const FillRows& fill_rows) {
+  std::string ids_digest;
+  const std::string image = make_image(header, fill_rows, ids_digest);
+  {
+    const Hdf5Handle access = file_access();
+    check(H5Pset_fapl_core(access.get(), kImageStep, /*backing_store=*/false), "memory driver");
+    check(H5Pset_file_image(access.get(), const_cast<char*>(image.data()), image.size()), "file image");  // is copied
+    const ShardReader::State read_back(kImageName, access);
+    CRAM_CHECK(read_back.header == header && read_back.ids_digest() == ids_digest, ExitCode::kData,
+               "the rows read back from the image of ", path.string(), " are not those written");
+  }
+  const ShardFile result{path.filename().string(), header.rows, static_cast<std::int64_t>(image.size()),
+                         digest_text(image)};
+  write_file_atomically(path, image, ExitCode::kData);
+  const std::string found = digest_file(path.string());
+  CRAM_CHECK(found == result.digest, ExitCode::kData, path.string(), " reads back with digest ", found,
+             ", written was ", result.digest, ": the storage is faulty");
+  return result;
+}
 
 ShardReader::ShardReader(std::unique_ptr<State> state) noexcept : state_(std::move(state)) {}
 ShardReader::ShardReader(ShardReader&&) noexcept = default;
@@ -248,19 +280,8 @@ ShardReader::~ShardReader() = default;
 ShardReader ShardReader::open(const std::filesystem::path& path) {
   const Hdf5Handle access = file_access();
   try {
-    auto state = std::make_unique<State>(path, access);
-    const ShardHeader& header = state->header;
-    Extent size{};
-    CRAM_CHECK(H5Sget_simple_extent_ndims(state->space.get()) == 2 &&
-                   H5Sget_simple_extent_dims(state->space.get(), size.data(), nullptr) == 2 &&
-                   size == extent(header.rows, header.seq_length),
-               ExitCode::kData, "input_ids is ", size[0], "x", size[1], ", the header says ", header.rows, "x",
-               header.seq_length);
-    const Hdf5Handle type(H5Dget_type(state->dataset.get()), H5Tclose, "dataset type");
-    const std::size_t width = header.vocab_size > 65536 ? 4 : 2;
-    CRAM_CHECK(H5Tget_class(type.get()) == H5T_INTEGER && H5Tget_sign(type.get()) == H5T_SGN_NONE &&
-                   H5Tget_size(type.get()) == width,
-               ExitCode::kData, "input_ids is not uint", 8 * width);
+    auto state = std::make_unique<State>(path.string(), access);
+    state->check_dataset();
     return ShardReader(std::move(state));
   } catch (const Error& error) {
     fail(ExitCode::kData, "bad shard ", path.string(), ": ", error.what());
@@ -270,19 +291,7 @@ ShardReader ShardReader::open(const std::filesystem::path& path) {
 const ShardHeader& ShardReader::header() const { return state_->header; }
 
 void ShardReader::read(std::int64_t first, std::int64_t count, std::uint32_t* out) const {
-  const ShardHeader& header = state_->header;
-  CRAM_CHECK(first >= 0 && count >= 0 && first + count <= header.rows, ExitCode::kData, "rows [", first, ", ",
-             first + count, ") of ", state_->path, ", which has ", header.rows);
-  if (count == 0) return;
-  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
-  select_rows(state_->space.get(), first, count, header.seq_length);
-  const Extent size = extent(count, header.seq_length);
-  const Hdf5Handle memory(H5Screate_simple(2, size.data(), nullptr), H5Sclose, "block space");
-  check(H5Dread(state_->dataset.get(), H5T_NATIVE_UINT32, memory.get(), state_->space.get(), H5P_DEFAULT, out),
-        concat("reading rows [", first, ", ", first + count, ") of ", state_->path, ": the checksum or the file is bad"));
-  const std::uint32_t largest = *std::max_element(out, out + count * header.seq_length);
-  CRAM_CHECK(largest < header.vocab_size, ExitCode::kData, state_->path, " has id ", largest,
-             " in a vocabulary of ", header.vocab_size);
+  state_->read(first, count, out);
 }
 
 std::string hdf5_version() {

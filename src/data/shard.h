@@ -38,13 +38,14 @@ struct ShardFile {
 /// Fills `out` [count,S] with rows [first, first+count).
 using FillRows = std::function<void(std::int64_t first, std::int64_t count, std::uint32_t* out)>;
 
-/// Writes a shard under a temporary name, reads every row back, fsyncs and renames. Error(kData) names path and
-/// reason, and leaves nothing under the final name that was not whole.
+/// Makes the file in memory (2 or 4 bytes an id, twice), reads every row back, and writes it under a temporary name,
+/// fsyncs and renames. Error(kData) names path and reason; an older file of that name is untouched then.
 ShardFile write_shard(const std::filesystem::path& path, const ShardHeader& header, const FillRows& fill_rows);
 
 /// One open shard file, read-only and without a file lock. Move-only.
 class ShardReader {
  public:
+  struct State;
   /// Error(kData) when the file is no shard of this version or its dataset disagrees with its header. Does not check
   /// the digest: that is for whoever has the manifest.
   [[nodiscard]] static ShardReader open(const std::filesystem::path& path);
@@ -57,7 +58,6 @@ class ShardReader {
   void read(std::int64_t first, std::int64_t count, std::uint32_t* out) const;
 
  private:
-  struct State;
   explicit ShardReader(std::unique_ptr<State> state) noexcept;
   std::unique_ptr<State> state_;
 };

@@ -61,8 +61,8 @@ struct ShardSet::State {
     const std::string path = (std::filesystem::path(folder) / shard.file.name).string();
     const std::string found = digest_file(path);
     CRAM_CHECK(found == shard.file.digest, ExitCode::kData, "the shard ", path, " is damaged: expected digest ",
-               shard.file.digest, ", found ", found, ". Prepare the data again, or train without it: ",
-               "data.on_bad_shard=skip");
+               shard.file.digest, ", found ", found,
+               ". Prepare the data again, or train without it: ", "data.on_bad_shard=skip");
     shard.verified = true;
   }
 
@@ -91,7 +91,8 @@ struct ShardSet::State {
     const std::int64_t count = std::min(kShardBlockRows, shard.file.rows - first);
     Block fresh{key, std::vector<std::uint32_t>(static_cast<std::size_t>(count * manifest.seq_length))};
     reader(shard).read(first, count, fresh.ids.data());
-    const std::size_t block_bytes = static_cast<std::size_t>(kShardBlockRows * manifest.seq_length) * sizeof(std::uint32_t);
+    const std::size_t block_bytes =
+        static_cast<std::size_t>(kShardBlockRows * manifest.seq_length) * sizeof(std::uint32_t);
     while (!blocks.empty() && (blocks.size() + 1) * block_bytes > kCacheBytes) {
       block_of_key.erase(blocks.back().key);
       blocks.pop_back();
@@ -120,7 +121,8 @@ ShardSet ShardSet::open(const std::string& folder, const std::string& split, con
   state->manifest = read_manifest(folder);
   const Manifest& manifest = state->manifest;
   CRAM_CHECK(manifest.kind == "shards" && manifest.splits.contains(split), ExitCode::kData, folder, " has no ", split,
-             " data: it is a folder of kind '", manifest.kind, "'. Point data.shards at the output of `cram_data pack`");
+             " data: it is a folder of kind '", manifest.kind,
+             "'. Point data.shards at the output of `cram_data pack`");
   const bool verify_all = options.verify_all || options.skip_bad_shards;
   const std::vector<std::string> faults = find_damage(folder, manifest, verify_all && !options.skip_bad_shards);
   CRAM_CHECK(faults.empty() || options.skip_bad_shards, ExitCode::kData, "the prepared data in ", folder,
@@ -167,8 +169,8 @@ std::string ShardSet::digest() const {
 
 void ShardSet::read_rows(std::int64_t first, std::int64_t count, std::uint32_t* out) {
   State& s = *state_;
-  CRAM_CHECK(first >= 0 && count >= 0 && first + count <= s.rows, ExitCode::kData, "rows [", first, ", ",
-             first + count, ") asked of a split with ", s.rows);
+  CRAM_CHECK(first >= 0 && count >= 0 && first + count <= s.rows, ExitCode::kData, "rows [", first, ", ", first + count,
+             ") asked of a split with ", s.rows);
   const std::int64_t seq_length = s.manifest.seq_length;
   while (count > 0) {
     const std::size_t shard_index = s.shard_of_row(first);
@@ -200,8 +202,7 @@ double unigram_loss(ShardSet& train, ShardSet& validation) {
   };
   const std::vector<std::int64_t> seen = count_tokens(train);
   const std::vector<std::int64_t> held_out = count_tokens(validation);
-  const double total =
-      static_cast<double>(train.rows() * train.seq_length()) + static_cast<double>(train.vocab_size());
+  const double total = static_cast<double>(train.rows() * train.seq_length()) + static_cast<double>(train.vocab_size());
   double nats = 0;
   for (std::size_t id = 0; id < seen.size(); ++id) {
     nats -= static_cast<double>(held_out[id]) * std::log((static_cast<double>(seen[id]) + 1.0) / total);

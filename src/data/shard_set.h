@@ -8,8 +8,9 @@
 namespace cram {
 
 struct ShardSetOptions {
-  bool verify_all = false;       ///< `data.verify = "full"`: check every shard's digest in open()
-  bool skip_bad_shards = false;  ///< `data.on_bad_shard = "skip"`: implies verify_all; bad shards are left out and logged
+  bool verify_all = false;  ///< `data.verify = "full"`: check every shard's digest in open()
+  bool skip_bad_shards =
+      false;  ///< `data.on_bad_shard = "skip"`: implies verify_all; bad shards are left out and logged
 };
 
 /// The rows of all shards of one split, in the order in which they were prepared. Thread-compatible: one reader at a
@@ -25,9 +26,9 @@ class ShardSet {
   ShardSet& operator=(ShardSet&&) noexcept;
   ~ShardSet();
 
-  [[nodiscard]] std::int64_t rows() const;        ///< N
-  [[nodiscard]] std::int64_t seq_length() const;  ///< S
-  [[nodiscard]] std::int64_t vocab_size() const;  ///< V, the tokenizer's real size
+  [[nodiscard]] std::int64_t rows() const;                    ///< N
+  [[nodiscard]] std::int64_t seq_length() const;              ///< S
+  [[nodiscard]] std::int64_t vocab_size() const;              ///< V, the tokenizer's real size
   [[nodiscard]] const std::string& tokenizer_digest() const;  ///< of the vocabulary's content, see tokenizer.h
   [[nodiscard]] const std::string& order() const;             ///< as `pack --order` was
   [[nodiscard]] const std::string& folder() const;

@@ -24,7 +24,8 @@ constexpr std::string_view kBlank = "\xE2\x96\x81";  // "▁" stands for a space
 constexpr std::size_t kSentenceLimit = 2000;         // SentencePiece silently skips longer ones (4,192 bytes)
 constexpr std::size_t kEncodeChunk = 16384;
 constexpr std::uintmax_t kModelLimit = 256U << 20U;
-constexpr const char* kTrainThreads = "4";  // part of the model's bytes and of Unigram's sums: never the machine's count
+constexpr const char* kTrainThreads =
+    "4";  // part of the model's bytes and of Unigram's sums: never the machine's count
 
 /// Cuts normalised documents into sentences: at a space within the limit, or at the limit where a word is longer.
 class SentenceSource : public sentencepiece::SentenceIterator {
@@ -117,8 +118,8 @@ std::string train_tokenizer(const NextText& next_text, const TokenizerSettings& 
   }
   const std::int64_t smallest = kSpecialTokens + sentences.required_characters();
   CRAM_CHECK(settings.vocab_size >= smallest, ExitCode::kUsage, "a vocabulary of ", settings.vocab_size,
-             " entries is too small for this text: the smallest possible size is ", smallest,
-             " (its characters and ", kSpecialTokens, " special tokens). Ask for --vocab-size ", smallest, " or more");
+             " entries is too small for this text: the smallest possible size is ", smallest, " (its characters and ",
+             kSpecialTokens, " special tokens). Ask for --vocab-size ", smallest, " or more");
   CRAM_CHECK(status.ok(), ExitCode::kData, "SentencePiece failed while training: ", status.ToString());
   const std::int64_t size = Tokenizer::from_bytes(model, "the trained model").vocab_size();
   CRAM_CHECK(size == settings.vocab_size || settings.soft_vocab, ExitCode::kUsage, "a vocabulary of ",
@@ -146,8 +147,8 @@ struct Tokenizer::State {
     } catch (const std::exception& error) {
       fail(ExitCode::kData, "SentencePiece failed to encode ", text.size(), " bytes: ", error.what());
     }
-    CRAM_CHECK(status.ok(), ExitCode::kData, "SentencePiece failed to encode ", text.size(), " bytes: ",
-               status.ToString());
+    CRAM_CHECK(status.ok(), ExitCode::kData, "SentencePiece failed to encode ", text.size(),
+               " bytes: ", status.ToString());
     for (const int id : encoded) ids.push_back(static_cast<std::uint32_t>(id));
   }
 };

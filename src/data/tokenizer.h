@@ -15,8 +15,8 @@ namespace cram {
 
 struct TokenizerSettings {
   std::int64_t vocab_size = 32768;
-  std::string type = "bpe";      ///< bpe | unigram
-  bool soft_vocab = false;       ///< take the largest possible vocabulary when the text cannot support `vocab_size`
+  std::string type = "bpe";  ///< bpe | unigram
+  bool soft_vocab = false;   ///< take the largest possible vocabulary when the text cannot support `vocab_size`
 };
 
 /// Gives the next normalised document, or false at the end.

@@ -1,5 +1,7 @@
 #include "model/model_config.h"
 
+#include <utility>
+
 namespace cram {
 
 void add_model_options(OptionTable& table, ModelConfig& config) {
@@ -21,8 +23,12 @@ void add_model_options(OptionTable& table, ModelConfig& config) {
 
 void check_model_config(const ModelConfig& config) {
   constexpr ExitCode kBad = ExitCode::kUsage;
-  CRAM_CHECK(config.hidden % config.heads == 0, kBad, "model.heads=", config.heads, " does not divide model.hidden=",
-             config.hidden, "; choose a divisor");
+  for (const auto& [key, size] : {std::pair{"model.layers", config.layers}, std::pair{"model.hidden", config.hidden},
+                                  std::pair{"model.heads", config.heads}, std::pair{"model.ffn", config.ffn}}) {
+    CRAM_CHECK(size > 0, kBad, key, "=", size, " must be positive");
+  }
+  CRAM_CHECK(config.hidden % config.heads == 0, kBad, "model.heads=", config.heads,
+             " does not divide model.hidden=", config.hidden, "; choose a divisor");
   CRAM_CHECK(config.hidden % 2 == 0, kBad, "model.hidden=", config.hidden, " must be even (sine and cosine positions)");
   CRAM_CHECK(config.ffn % 2 == 0, kBad, "model.ffn=", config.ffn, " must be even: half of its rows are the gate");
   CRAM_CHECK(config.vocab_size > 5, kBad, "model.vocab_size=", config.vocab_size,

@@ -28,7 +28,7 @@ inline constexpr double kInitStddev = 0.02;
 
 void add_model_options(OptionTable& table, ModelConfig& config);
 
-/// Throws Error(kUsage) unless every size is positive, heads divides hidden with an even head size and ffn is even.
+/// Throws Error(kUsage) unless every size is positive, heads divides hidden, and hidden and ffn are even.
 /// vocab_size and seq_length must be resolved.
 void check_model_config(const ModelConfig& config);
 

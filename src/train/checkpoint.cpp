@@ -21,6 +21,7 @@ using nlohmann::json;
 constexpr const char* kMagic = "cram-checkpoint";
 constexpr int kFormatVersion = 1;
 constexpr const char* kManifest = "manifest.json";
+constexpr const char* kManifestDigest = "xxh3_128";  // of the manifest itself, without this entry
 constexpr const char* kRankFile = "rank-00000.h5";
 constexpr std::string_view kStepPrefix = "step-";
 constexpr ExitCode kStorage = ExitCode::kCheckpointStorage;
@@ -30,8 +31,9 @@ struct StateKind {
   const char* name;
   const at::Tensor& (ParameterStore::*tensor)(ParamId) const;
 };
-constexpr StateKind kStateKinds[] = {
-    {"master", &ParameterStore::master}, {"exp_avg", &ParameterStore::exp_avg}, {"exp_avg_sq", &ParameterStore::exp_avg_sq}};
+constexpr StateKind kStateKinds[] = {{"master", &ParameterStore::master},
+                                     {"exp_avg", &ParameterStore::exp_avg},
+                                     {"exp_avg_sq", &ParameterStore::exp_avg_sq}};
 
 std::string step_name(std::int64_t step) {
   std::string digits = std::to_string(step);
@@ -74,9 +76,11 @@ Progress progress_from_json(const json& j) {
 }
 
 void remove_quietly(const fs::path& path) {
-  std::error_code error;
-  fs::remove_all(path, error);
-  if (error) log_warning("cannot remove ", path.string(), ": ", error.message());
+  try {
+    remove_tree(path);
+  } catch (const Error& error) {
+    log_warning(error.what());
+  }
 }
 
 }  // namespace
@@ -98,9 +102,8 @@ std::vector<std::string> CheckpointFolder::committed() const {
   CRAM_CHECK(!error || error == std::errc::no_such_file_or_directory, kInvalid, "cannot list ", folder_, ": ",
              error.message());
   // By number, not by text: a run longer than 10^9 steps has a wider name.
-  std::sort(found.begin(), found.end(), [](const std::string& a, const std::string& b) {
-    return std::pair(a.size(), a) < std::pair(b.size(), b);
-  });
+  std::sort(found.begin(), found.end(),
+            [](const std::string& a, const std::string& b) { return std::pair(a.size(), a) < std::pair(b.size(), b); });
   return found;
 }
 
@@ -130,16 +133,18 @@ std::uintmax_t CheckpointFolder::save(const ParameterStore& store, const Checkpo
     }
     sync_file(rank_file, kStorage);
     bytes = fs::file_size(rank_file);
-    const json manifest = {{"magic", kMagic},
-                           {"version", kFormatVersion},
-                           {"progress", progress_to_json(info.progress)},
-                           {"settings", info.settings},
-                           {"identity", info.identity},
-                           {"environment", info.environment},
-                           {"precision", precision_name(store.precision())},
-                           {"layout", {{"data", 1}, {"tensor", 1}, {"pipeline", 1}}},
-                           {"files", {{{"name", kRankFile}, {"bytes", bytes}, {"xxh3_128", digest_file(rank_file.string())}}}},
-                           {"parameters", parameters}};
+    json manifest = {
+        {"magic", kMagic},
+        {"version", kFormatVersion},
+        {"progress", progress_to_json(info.progress)},
+        {"settings", info.settings},
+        {"identity", info.identity},
+        {"environment", info.environment},
+        {"precision", precision_name(store.precision())},
+        {"layout", {{"data", 1}, {"tensor", 1}, {"pipeline", 1}}},
+        {"files", {{{"name", kRankFile}, {"bytes", bytes}, {"xxh3_128", digest_file(rank_file.string())}}}},
+        {"parameters", parameters}};
+    manifest[kManifestDigest] = digest_text(manifest.dump());
     write_file_atomically(temporary / kManifest, manifest.dump(1) + "\n", kStorage);
     // The same step may be saved twice (a run stopped right after an interval save): the older one is equal, keep it.
     if (fs::exists(target)) {
@@ -176,10 +181,14 @@ CheckpointInfo verify_checkpoint(const std::string& step_folder) {
   const fs::path manifest_path = fs::path(step_folder) / kManifest;
   CheckpointInfo info;
   try {
-    const json manifest = json::parse(read_file(manifest_path, kInvalid, 256 << 20));
+    json manifest = json::parse(read_file(manifest_path, kInvalid, 256 << 20));
     CRAM_CHECK(manifest.at("magic") == kMagic, kInvalid, manifest_path.string(), " is not a cram checkpoint");
     CRAM_CHECK(manifest.at("version") == kFormatVersion, kInvalid, manifest_path.string(), " has format version ",
                manifest.at("version").dump(), ", this program reads ", kFormatVersion);
+    const std::string expected = manifest.at(kManifestDigest).get<std::string>();
+    manifest.erase(kManifestDigest);
+    const std::string found = digest_text(manifest.dump());
+    CRAM_CHECK(found == expected, kInvalid, manifest_path.string(), " has digest ", found, ", expected ", expected);
     for (const json& file : manifest.at("files")) {
       const fs::path path = fs::path(step_folder) / file.at("name").get<std::string>();
       std::error_code error;
@@ -208,8 +217,10 @@ std::optional<CheckpointFolder::Found> CheckpointFolder::newest_valid() {
     try {
       Found found{*path, verify_checkpoint(*path)};
       for (const auto& [bad, reason] : damaged) {
-        log_warning("checkpoint set aside as ", bad, ".damaged: ", reason);
-        rename_path(bad, bad + ".damaged", kInvalid);
+        std::string aside = bad + ".damaged";
+        for (int number = 2; fs::exists(aside); ++number) aside = concat(bad, ".damaged-", number);
+        log_warning("checkpoint set aside as ", aside, ": ", reason);
+        rename_path(bad, aside, kInvalid);
       }
       if (!damaged.empty()) log_warning("going on from the checkpoint before it, ", *path);
       return found;

@@ -202,6 +202,22 @@ TEST(Folders, AreMadeWithParentsOrRefused) {
   EXPECT_NO_THROW(sync_folder(folder.path()));
 }
 
+TEST(RemoveTree, RemovesFoldersAndFilesButFollowsNoLinks) {
+  const test::TemporaryFolder folder;
+  make_folders(folder / "kept");
+  write_file_atomically(folder / "kept/x", "x");
+  make_folders(folder / "tree/a/b");
+  write_file_atomically(folder / "tree/a/b/file", "x");
+  ASSERT_EQ(::symlink((folder / "kept").c_str(), (folder / "tree/a/link").c_str()), 0);
+  remove_tree(folder / "tree");
+  EXPECT_FALSE(fs::exists(folder / "tree"));
+  EXPECT_EQ(read_file(folder / "kept/x"), "x");
+  remove_tree(folder / "kept/x");
+  EXPECT_FALSE(fs::exists(folder / "kept/x"));
+  EXPECT_NO_THROW(remove_tree(folder / "nothing"));
+  expect_error(ExitCode::kData, {"/proc/self/stat"}, [] { remove_tree("/proc/self/stat", ExitCode::kData); });
+}
+
 TEST(TemporaryNames, AreUniqueAndRecognised) {
   std::set<std::string> names;
   for (int i = 0; i < 1000; ++i) names.insert(temporary_suffix());

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -17,35 +16,25 @@
 #include "base/file_io.h"
 #include "data/manifest.h"
 #include "data/shard.h"
+#include "support/temporary_folder.h"
 
 namespace cram::testing {
 
-/// A folder that goes away with its test.
+/// A folder that goes away with its test, and files in it.
 class TemporaryFolder {
  public:
-  TemporaryFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "cram-data-XXXXXX").string();
-    path_ = ::mkdtemp(name.data());
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::permissions(path_, std::filesystem::perms::owner_all, ignored);
-    std::filesystem::remove_all(path_, ignored);
-  }
   [[nodiscard]] std::string path(const std::string& name = "") const {
-    return name.empty() ? path_.string() : (path_ / name).string();
+    return name.empty() ? folder_.path().string() : folder_ / name;
   }
   std::string write(const std::string& name, const std::string& content) const {
-    const std::filesystem::path file = path_ / name;
+    const std::filesystem::path file = path(name);
     std::filesystem::create_directories(file.parent_path());
     std::ofstream(file, std::ios::binary) << content;
     return file.string();
   }
 
  private:
-  std::filesystem::path path_;
+  test::TemporaryFolder folder_;
 };
 
 /// Runs and returns the error; fails the test when nothing was thrown.
@@ -73,7 +62,8 @@ inline Rows counting_rows(std::int64_t count, std::int64_t seq_length, std::int6
   Rows rows;
   for (std::int64_t r = 0; r < count; ++r) {
     std::vector<std::uint32_t> row;
-    for (std::int64_t s = 0; s < seq_length; ++s) row.push_back(static_cast<std::uint32_t>(5 + (7 * r + s) % (vocab_size - 5)));
+    for (std::int64_t s = 0; s < seq_length; ++s)
+      row.push_back(static_cast<std::uint32_t>(5 + (7 * r + s) % (vocab_size - 5)));
     rows.push_back(row);
   }
   return rows;
@@ -111,8 +101,9 @@ inline void write_prepared(const std::string& folder, const Rows& train, const R
     split.rows = static_cast<std::int64_t>(rows.size());
     for (std::int64_t first = 0; first < split.rows; first += shape.rows_per_shard) {
       const auto index = static_cast<std::int64_t>(split.shards.size());
-      const ShardHeader header{shape.seq_length, shape.vocab_size, std::min(shape.rows_per_shard, split.rows - first),
-                               index,            name,             "none", manifest.tokenizer.digest};
+      const ShardHeader header{
+          shape.seq_length, shape.vocab_size,         std::min(shape.rows_per_shard, split.rows - first), index, name,
+          "none",           manifest.tokenizer.digest};
       split.shards.push_back(
           write_shard(folder + "/" + name + "-0000" + std::to_string(index) + ".h5", header, fill_from(rows, first)));
     }

@@ -92,8 +92,7 @@ TEST(DocumentsTest, JsonLines) {
                                         "{\"text\": \"lone \\ud800\"}\n"
                                         "{\"text\": \"bad \xFF byte\"}");
   const Read read = read_all({file});
-  EXPECT_EQ(read.texts,
-            (std::vector<std::string>{"one\n\xC3\xA9 \"x\"", "outer", "nul  here", "bad  byte"}));
+  EXPECT_EQ(read.texts, (std::vector<std::string>{"one\n\xC3\xA9 \"x\"", "outer", "nul  here", "bad  byte"}));
   EXPECT_EQ(read.account.input().bytes, static_cast<std::int64_t>(std::filesystem::file_size(file)));
   EXPECT_EQ(read.account.input().documents, 9);
   EXPECT_EQ(read.account.dropped_for(drop_reason::kNotJson).documents, 3);

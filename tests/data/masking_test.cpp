@@ -20,7 +20,8 @@ struct Masked {
 
 std::vector<std::uint32_t> original_row(std::int64_t seq_length) {
   std::vector<std::uint32_t> ids;
-  for (std::int64_t i = 0; i < seq_length; ++i) ids.push_back(i % 16 == 15 ? kSepId : static_cast<std::uint32_t>(100 + i));
+  for (std::int64_t i = 0; i < seq_length; ++i)
+    ids.push_back(i % 16 == 15 ? kSepId : static_cast<std::uint32_t>(100 + i));
   return ids;
 }
 
@@ -34,12 +35,10 @@ Masked mask(const MaskSettings& settings, std::int64_t epoch, std::int64_t row) 
 constexpr MaskSettings kRecipe{7, 32768, 128, 0.25};
 
 TEST(MaskingTest, CountsRoundHalvesToEven) {
-  const auto count = [](double rate, std::int64_t seq_length) {
-    return masked_per_row({0, 100, seq_length, rate});
-  };
+  const auto count = [](double rate, std::int64_t seq_length) { return masked_per_row({0, 100, seq_length, rate}); };
   EXPECT_EQ(count(0.25, 128), 32);
-  EXPECT_EQ(count(0.25, 10), 2);   // 2.5
-  EXPECT_EQ(count(0.25, 14), 4);   // 3.5
+  EXPECT_EQ(count(0.25, 10), 2);    // 2.5
+  EXPECT_EQ(count(0.25, 14), 4);    // 3.5
   EXPECT_EQ(count(0.15, 128), 19);  // 19.2
   EXPECT_EQ(count(0.0, 128), 0);
   EXPECT_EQ(count(1.0, 128), 128);
@@ -74,9 +73,11 @@ TEST(MaskingTest, ExactShares) {
 }
 
 TEST(MaskingTest, SharesOfSmallRows) {
-  // n = 5: round(4) = 4 masked, round(4.5) = 4 -> none random, 1 kept; n = 15: 12, round(13.5) = 14 -> 2 random, 1 kept.
+  // n = 5: round(4) = 4 masked, round(4.5) = 4 -> none random, 1 kept; n = 15: 12, round(13.5) = 14 -> 2 random, 1
+  // kept.
   for (const auto& [n, masked_count, unmasked_count] :
-       std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>{{5, 4, 1}, {15, 12, 3}, {1, 1, 0}, {2, 2, 0}}) {
+       std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>{
+           {5, 4, 1}, {15, 12, 3}, {1, 1, 0}, {2, 2, 0}}) {
     const MaskSettings settings{1, 30000, n, 1.0};
     const Masked masked = mask(settings, 3, 4);
     EXPECT_EQ(std::count(masked.ids.begin(), masked.ids.end(), kMaskId), masked_count) << n;
@@ -143,10 +144,10 @@ TEST(MaskingTest, GoldenRows) {
   const MaskSettings settings{42, 1000, 16, 0.5};
   const Masked a = mask(settings, 0, 0);
   const Masked b = mask(settings, 3, 123456789);
-  EXPECT_EQ(a.positions, (std::vector<std::int64_t>GOLDEN_A_POSITIONS));
-  EXPECT_EQ(a.ids, (std::vector<std::uint32_t>GOLDEN_A_IDS));
-  EXPECT_EQ(b.positions, (std::vector<std::int64_t>GOLDEN_B_POSITIONS));
-  EXPECT_EQ(b.ids, (std::vector<std::uint32_t>GOLDEN_B_IDS));
+  EXPECT_EQ(a.positions, (std::vector<std::int64_t>{0, 2, 3, 9, 10, 11, 13, 14}));
+  EXPECT_EQ(a.ids, (std::vector<std::uint32_t>{4, 101, 4, 4, 104, 105, 106, 107, 108, 109, 4, 4, 112, 4, 901, 3}));
+  EXPECT_EQ(b.positions, (std::vector<std::int64_t>{1, 5, 6, 7, 9, 11, 12, 15}));
+  EXPECT_EQ(b.ids, (std::vector<std::uint32_t>{100, 4, 102, 103, 104, 492, 4, 4, 108, 109, 110, 4, 4, 113, 114, 4}));
 }
 
 TEST(MaskingTest, ImpossibleSettingsAreRefused) {

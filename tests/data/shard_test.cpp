@@ -1,7 +1,9 @@
 #include "data/shard.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/file.h>
+#include <unistd.h>
 
 #include <cmath>
 
@@ -107,7 +109,9 @@ class ShardSetTest : public ::testing::Test {
  protected:
   static constexpr std::int64_t kTrainRows = 1500;  // shards of 700, 700 and 100 rows
   void SetUp() override { write_prepared(folder_.path(), train_, validation_); }
-  [[nodiscard]] std::string shard(int index) const { return folder_.path("train-0000" + std::to_string(index) + ".h5"); }
+  [[nodiscard]] std::string shard(int index) const {
+    return folder_.path("train-0000" + std::to_string(index) + ".h5");
+  }
 
   /// The code of opening and of reading everything; kOk when all is well.
   [[nodiscard]] ExitCode read_everything(const ShardSetOptions& options = {}) const {
@@ -138,7 +142,9 @@ TEST_F(ShardSetTest, IsOneTableOfAllRows) {
   RandomStream stream(1);
   for (int i = 0; i < 200; ++i) {
     const auto first = static_cast<std::int64_t>(stream.below(kTrainRows));
-    const auto count = static_cast<std::int64_t>(stream.below(static_cast<std::uint64_t>(std::min<std::int64_t>(900, kTrainRows - first)))) + 1;
+    const auto count = static_cast<std::int64_t>(
+                           stream.below(static_cast<std::uint64_t>(std::min<std::int64_t>(900, kTrainRows - first)))) +
+                       1;
     std::vector<std::uint32_t> ids(static_cast<std::size_t>(count * 8));
     set.read_rows(first, count, ids.data());
     const Rows expected(train_.begin() + first, train_.begin() + first + count);
@@ -220,7 +226,8 @@ TEST_F(ShardSetTest, ShardsOfOtherDataAreRefusedAtTheStart) {
     fs::remove(shard(2));
     const ShardFile file =
         write_shard(shard(2), header, [&](std::int64_t first, std::int64_t count, std::uint32_t* out) {
-          for (std::int64_t i = 0; i < count; ++i) out = std::copy_n(rows[static_cast<std::size_t>(first + i)].begin(), header.seq_length, out);
+          for (std::int64_t i = 0; i < count; ++i)
+            out = std::copy_n(rows[static_cast<std::size_t>(first + i)].begin(), header.seq_length, out);
         });
     // As a wrong preparation would have it: the manifest knows the file, its header differs.
     Manifest manifest = read_manifest(folder_.path());

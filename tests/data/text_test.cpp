@@ -22,11 +22,23 @@ TEST(NormalizeTest, EveryStep) {
       {"2 singleton: kelvin sign", "\xE2\x84\xAA", "k"},
       {"2 does not use compatibility: ligature fi is dropped", "\xEF\xAC\x81x", "x"},
       {"3 lower", "ABC xyz \xC4\xB0", "abc xyz i"},
-      {"5 non-ASCII", "a\xE2\x80\x94" "b \xE4\xB8\xAD\xE6\x96\x87 c", "ab c"},
-      {"5 before 6: a no-break space is dropped", "a\xC2\xA0" "b", "ab"},
+      {"5 non-ASCII",
+       "a\xE2\x80\x94"
+       "b \xE4\xB8\xAD\xE6\x96\x87 c",
+       "ab c"},
+      {"5 before 6: a no-break space is dropped",
+       "a\xC2\xA0"
+       "b",
+       "ab"},
       {"6 white space", "a\tb\nc\vd\fe\rf", "a b c d e f"},
-      {"7 control", "a\x01\x1F\x7F" "b", "ab"},
-      {"7 is not 6: separators in between do not become spaces", "a\x1C" "b", "ab"},
+      {"7 control",
+       "a\x01\x1F\x7F"
+       "b",
+       "ab"},
+      {"7 is not 6: separators in between do not become spaces",
+       "a\x1C"
+       "b",
+       "ab"},
       {"8 strip", "  a  ", "a"},
       {"9 runs", "a   b \t c", "a b c"},
       {"a dropped character between spaces leaves one", "a \xE4\xB8\xAD b", "a b"},

@@ -4,8 +4,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <filesystem>
 #include <string>
+
+#include "base/file_io.h"
 
 namespace cram::test {
 
@@ -15,12 +18,15 @@ class TemporaryFolder {
     static std::atomic<int> counter{0};
     path_ = std::filesystem::temp_directory_path() /
             ("cram-test-" + std::to_string(::getpid()) + "-" + std::to_string(counter++));
-    std::filesystem::remove_all(path_);
+    remove_tree(path_);
     std::filesystem::create_directories(path_);
   }
   ~TemporaryFolder() {
-    std::error_code error;
-    std::filesystem::remove_all(path_, error);
+    try {
+      remove_tree(path_);
+    } catch (const Error& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+    }
   }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;

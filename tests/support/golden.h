@@ -1,0 +1,81 @@
+// The golden files of tests/reference: reading them, and building the model they describe.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/types.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "base/safetensors.h"
+#include "model/encoder.h"
+
+namespace cram::test {
+
+/// All tensors of a safetensors file of F64, F32 and I64.
+inline std::map<std::string, at::Tensor> read_tensors(const SafetensorsFile& file) {
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& [name, entry] : file.entries()) {
+    const at::ScalarType type = entry.dtype == "F64" ? at::kDouble : entry.dtype == "F32" ? at::kFloat : at::kLong;
+    CRAM_CHECK(entry.dtype == "F64" || entry.dtype == "F32" || entry.dtype == "I64", ExitCode::kOther, "dtype ",
+               entry.dtype);
+    const at::Tensor tensor = at::empty(entry.shape, type);
+    if (tensor.numel() > 0) std::memcpy(tensor.data_ptr(), file.data(entry), entry.end - entry.begin);
+    tensors[name] = tensor;
+  }
+  return tensors;
+}
+
+struct Golden {
+  ModelConfig config;
+  std::map<std::string, at::Tensor> tensors;
+
+  explicit Golden(const std::string& name) {
+    const SafetensorsFile file =
+        SafetensorsFile::open(std::string(CRAM_SOURCE_DIR) + "/tests/reference/golden/" + name + ".safetensors");
+    const auto number = [&](const char* key) { return std::stoll(file.metadata().at(key)); };
+    config.layers = number("layers");
+    config.hidden = number("hidden");
+    config.heads = number("heads");
+    config.ffn = number("ffn");
+    config.vocab_size = number("vocab_size");
+    config.seq_length = number("seq_length");
+    tensors = read_tensors(file);
+  }
+  [[nodiscard]] const at::Tensor& at(const std::string& name) const { return tensors.at(name); }
+  [[nodiscard]] double number(const std::string& name) const { return at(name).item<double>(); }
+};
+
+/// A model with its store.
+struct Model {
+  ParameterStore store;
+  Encoder encoder;
+
+  Model(const ModelConfig& config, Precision precision) : encoder(config, store) {
+    store.allocate(precision, at::kCPU);
+    store.initialize(0);
+  }
+  /// Copies the golden tensors `prefix`<parameter name> to the masters.
+  void load(const Golden& golden, const std::string& prefix = "weight.") {
+    for (ParamId id = 0; id < store.size(); ++id) store.master(id).copy_(golden.at(prefix + store.spec(id).name));
+    store.refresh_working();
+  }
+};
+
+/// max|found - expected| / max|expected|: the distance of two tensors relative to the larger one's scale.
+inline double relative_error(const at::Tensor& found, const at::Tensor& expected) {
+  if (found.sizes() != expected.sizes()) return 1e300;
+  const double scale = expected.to(at::kDouble).abs().max().item<double>();
+  const double distance = (found.to(at::kDouble) - expected.to(at::kDouble)).abs().max().item<double>();
+  return std::isnan(distance) ? 1e300 : distance / std::max(scale, 1e-300);
+}
+
+/// ||found - expected|| / ||expected||
+inline double norm_error(const at::Tensor& found, const at::Tensor& expected) {
+  const double scale = expected.to(at::kDouble).norm().item<double>();
+  const double distance = (found.to(at::kDouble) - expected.to(at::kDouble)).norm().item<double>();
+  return std::isnan(distance) ? 1e300 : distance / std::max(scale, 1e-300);
+}
+
+}  // namespace cram::test
