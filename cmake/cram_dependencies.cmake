@@ -1,8 +1,9 @@
 # Finds every library once and stops with one line that names the missing package.
 # "cram_deps_*" targets are the only way the rest of the build names a vendor library.
 
+# (A message that starts with a blank is printed as it is; CMake would break the line otherwise.)
 function(cram_missing package what)
-  message(FATAL_ERROR "cram: ${what} not found: install the package ${package} (launch/bootstrap.sh installs all of them)")
+  message(FATAL_ERROR " cram: ${what} not found: install the package ${package} (launch/bootstrap.sh installs all of them)")
 endfunction()
 
 # cram_header_library(<target> <package> <header> [LIBRARY <name>]): for packages without a CMake config.
@@ -73,7 +74,7 @@ if(NOT CRAM_TORCH_RESULT EQUAL 0 OR CMAKE_DISABLE_FIND_PACKAGE_Torch)
 endif()
 file(STRINGS "${CRAM_TORCH_ROOT}/version.py" CRAM_TORCH_VERSION_LINE REGEX "^__version__")
 if(NOT CRAM_TORCH_VERSION_LINE MATCHES "${CRAM_TORCH_VERSION}")
-  message(FATAL_ERROR "cram: expected torch ${CRAM_TORCH_VERSION}, got ${CRAM_TORCH_VERSION_LINE}: run launch/bootstrap.sh")
+  message(FATAL_ERROR " cram: expected torch ${CRAM_TORCH_VERSION}, got ${CRAM_TORCH_VERSION_LINE}: run launch/bootstrap.sh")
 endif()
 
 find_program(CRAM_NVCC nvcc PATHS /usr/local/cuda/bin)
@@ -93,7 +94,7 @@ target_link_directories(cram_deps_torch INTERFACE ${CRAM_TORCH_ROOT}/lib)
 if(CRAM_CUDA)
   find_package(CUDAToolkit 13)
   if(NOT CUDAToolkit_FOUND)
-    message(FATAL_ERROR "cram: CRAM_CUDA=ON needs the CUDA 13 toolkit: install it or configure with -DCRAM_CUDA=OFF")
+    message(FATAL_ERROR " cram: CRAM_CUDA=ON needs the CUDA 13 toolkit: install it or configure with -DCRAM_CUDA=OFF")
   endif()
   set(CMAKE_CUDA_ARCHITECTURES 80 90 CACHE STRING "GPU architectures to compile for")
   target_compile_definitions(cram_deps_torch INTERFACE CRAM_CUDA=1)

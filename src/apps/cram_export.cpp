@@ -12,7 +12,7 @@ namespace {
 
 int run(int argc, char** argv) {
   const cram::CommandLine command("cram_export",
-                                  {{"checkpoint", "run folder (its newest valid checkpoint) or a step folder", true},
+                                  {{"checkpoint", "run folder (its newest valid checkpoint), step folder or safetensors file", true},
                                    {"output", "folder to write into", true},
                                    {"format", "cramming: safetensors with the public crammed-bert names", true},
                                    {"sample", "also write sample.safetensors: N validation rows and their logits", true},
@@ -39,7 +39,7 @@ int run(int argc, char** argv) {
   const std::string output = command.value("output");
   cram::LoadedModel model = cram::load_model(command.value("checkpoint"), cram::Precision::kFp32, at::Device(at::kCPU));
   cram::export_cramming(model, output);
-  cram::say("wrote ", output, "/model.safetensors from ", model.step_folder);
+  cram::say("wrote ", output, "/model.safetensors from ", model.origin);
   if (command.has("sample")) {
     const auto rows = cram::parse_integer(command.value("sample"), "--sample");
     const auto known = model.info.settings.find("data.shards");

@@ -4,6 +4,8 @@
 #include <array>
 #include <cmath>
 #include <filesystem>
+#include <memory>
+#include <mutex>
 #include <utility>
 
 #include "base/check.h"
@@ -42,6 +44,41 @@ struct Corpus {
 double unit(std::uint64_t hash) { return static_cast<double>(hash >> 11U) * 0x1p-53; }
 
 std::uint64_t content_hash(const std::string& normalized) { return hash64(normalized, kContentHashSeed); }
+
+/// Encoders with their memories, lent to whichever thread works.
+class EncoderPool {
+ public:
+  explicit EncoderPool(const Tokenizer& tokenizer) : tokenizer_(tokenizer) {}
+
+  class Lease {
+   public:
+    explicit Lease(EncoderPool& pool) : pool_(pool) {
+      const std::lock_guard lock(pool.mutex_);
+      if (pool.idle_.empty()) {
+        encoder_ = std::make_unique<CachingEncoder>(pool.tokenizer_);
+      } else {
+        encoder_ = std::move(pool.idle_.back());
+        pool.idle_.pop_back();
+      }
+    }
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+    ~Lease() {
+      const std::lock_guard lock(pool_.mutex_);
+      pool_.idle_.push_back(std::move(encoder_));
+    }
+    [[nodiscard]] CachingEncoder* operator->() const { return encoder_.get(); }
+
+   private:
+    EncoderPool& pool_;
+    std::unique_ptr<CachingEncoder> encoder_;
+  };
+
+ private:
+  const Tokenizer& tokenizer_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<CachingEncoder>> idle_;
+};
 
 /// The smallest share, rounded up to something a person would type, that leaves a block on both sides; 0 when none.
 double fitting_share(const Corpus& corpus, std::int64_t seq_length) {
@@ -184,9 +221,11 @@ std::map<std::string, std::string> identity(const PackSettings& settings, const 
 /// Reads, normalises, encodes and filters everything; prints the accounts of the stages.
 Corpus read_corpus(const InputList& inputs, const PackSettings& settings, const Tokenizer& tokenizer,
                    Manifest& manifest) {
+  EncoderPool encoders(tokenizer);
   DocumentSource source(inputs);
   PreparedDocuments documents(source, settings.threads, "pack", [&](PreparedDocument& document) {
-    document.ids = tokenizer.encode_normalized(document.normalized);
+    const EncoderPool::Lease encoder(encoders);
+    document.ids = encoder->encode_normalized(document.normalized);
   });
   Account filtered("filter");
   Corpus corpus(tokenizer.vocab_size());

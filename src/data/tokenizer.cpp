@@ -23,6 +23,7 @@ namespace {
 constexpr std::string_view kBlank = "\xE2\x96\x81";  // "▁" stands for a space, at the start of a piece only
 constexpr std::size_t kSentenceLimit = 2000;         // SentencePiece silently skips longer ones (4,192 bytes)
 constexpr std::size_t kEncodeChunk = 16384;
+constexpr std::size_t kCachedWords = std::size_t{1} << 20U;
 constexpr std::uintmax_t kModelLimit = 256U << 20U;
 constexpr const char* kTrainThreads =
     "4";  // part of the model's bytes and of Unigram's sums: never the machine's count
@@ -264,5 +265,22 @@ double Tokenizer::score(std::uint32_t id) const {
 const std::string& Tokenizer::type() const { return state_->type; }
 const std::string& Tokenizer::digest() const { return state_->digest; }
 const std::string& Tokenizer::bytes() const { return state_->bytes; }
+
+std::vector<std::uint32_t> CachingEncoder::encode_normalized(std::string_view text) {
+  if (tokenizer_->type() != "bpe") return tokenizer_->encode_normalized(text);
+  std::vector<std::uint32_t> ids;
+  ids.reserve(text.size() / 3);
+  while (!text.empty()) {
+    const std::string_view word = text.substr(0, text.find(' '));
+    text.remove_prefix(std::min(text.size(), word.size() + 1));
+    auto found = ids_of_word_.find(word);
+    if (found == ids_of_word_.end()) {
+      if (ids_of_word_.size() >= kCachedWords) ids_of_word_.clear();
+      found = ids_of_word_.emplace(std::string(word), tokenizer_->encode_normalized(word)).first;
+    }
+    ids.insert(ids.end(), found->second.begin(), found->second.end());
+  }
+  return ids;
+}
 
 }  // namespace cram

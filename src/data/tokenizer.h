@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "data/special_tokens.h"
@@ -60,6 +61,23 @@ class Tokenizer {
   struct State;
   explicit Tokenizer(std::unique_ptr<State> state) noexcept;
   std::unique_ptr<State> state_;
+};
+
+/// `encode_normalized` with a memory for words, several times faster on long texts and with the same result: no BPE
+/// merge crosses a space, so a word is always split alike. (Unigram is passed through.) For one thread at a time.
+class CachingEncoder {
+ public:
+  /// The tokenizer must outlive the encoder.
+  explicit CachingEncoder(const Tokenizer& tokenizer) : tokenizer_(&tokenizer) {}
+  [[nodiscard]] std::vector<std::uint32_t> encode_normalized(std::string_view text);
+
+ private:
+  struct TextHash {
+    using is_transparent = void;
+    std::size_t operator()(std::string_view text) const noexcept { return std::hash<std::string_view>{}(text); }
+  };
+  const Tokenizer* tokenizer_;
+  std::unordered_map<std::string, std::vector<std::uint32_t>, TextHash, std::equal_to<>> ids_of_word_;
 };
 
 }  // namespace cram

@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "base/options.h"
+#include "model/weights_io.h"
 
 namespace cram {
 namespace {
@@ -29,22 +30,33 @@ std::string newest_of_run(const std::string& run_folder) {
 }  // namespace
 
 LoadedModel load_model(const std::string& checkpoint, Precision precision, at::Device device) {
-  CRAM_CHECK(fs::is_directory(checkpoint), ExitCode::kNoCheckpoint, checkpoint,
-             " is not a folder; name a run folder or one of its checkpoints/step-*");
-  const bool is_step = fs::exists(fs::path(checkpoint) / "manifest.json");
+  const fs::path path(checkpoint);
   LoadedModel model;
-  model.step_folder = is_step ? checkpoint : newest_of_run(checkpoint);
-  model.info = verify_checkpoint(model.step_folder);
+  const auto build = [&] {
+    check_model_config(model.config);
+    model.store = std::make_unique<ParameterStore>();
+    model.encoder = std::make_unique<Encoder>(model.config, *model.store);
+    model.store->allocate(precision, device, /*with_optimizer=*/false);
+  };
+  const bool exported = fs::is_directory(path) && fs::exists(path / "model.safetensors");
+  if (exported || fs::is_regular_file(path)) {
+    model.origin = exported ? (path / "model.safetensors").string() : checkpoint;
+    model.config = model_config_of(model.origin);
+    build();
+    load_weights(model.origin, model.config, *model.store);
+    return model;
+  }
+  CRAM_CHECK(fs::is_directory(path), ExitCode::kNoCheckpoint, checkpoint, " does not exist; name a run folder, one of its ",
+             "checkpoints/step-*, or a safetensors file");
+  model.origin = fs::exists(path / "manifest.json") ? checkpoint : newest_of_run(checkpoint);
+  model.info = verify_checkpoint(model.origin);
   OptionTable table;
   add_model_options(table, model.config);
   for (const auto& [key, value] : model.info.settings) {
-    if (table.find(key) != nullptr) table.set(key, value, model.step_folder);
+    if (table.find(key) != nullptr) table.set(key, value, model.origin);
   }
-  check_model_config(model.config);
-  model.store = std::make_unique<ParameterStore>();
-  model.encoder = std::make_unique<Encoder>(model.config, *model.store);
-  model.store->allocate(precision, device, /*with_optimizer=*/false);
-  load_checkpoint(model.step_folder, *model.store);
+  build();
+  load_checkpoint(model.origin, *model.store);
   return model;
 }
 

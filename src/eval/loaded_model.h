@@ -1,4 +1,5 @@
-// A model rebuilt from what `--checkpoint` may name: a run folder (its newest valid checkpoint) or a step folder.
+// A model rebuilt from what `--checkpoint` may name: a run folder (its newest valid checkpoint), a step folder, a
+// safetensors file or a folder with model.safetensors.
 #pragma once
 
 #include <memory>
@@ -13,12 +14,12 @@ struct LoadedModel {
   ModelConfig config;
   std::unique_ptr<ParameterStore> store;
   std::unique_ptr<Encoder> encoder;
-  CheckpointInfo info;
-  std::string step_folder;  ///< where it came from
+  CheckpointInfo info;  ///< empty for a safetensors file
+  std::string origin;   ///< the step folder or file it came from
 };
 
-/// Verifies digests, rebuilds the model from the checkpoint's own settings and loads the masters, without gradients and
-/// moments. Throws Error(20) when nothing valid is there.
+/// Verifies digests, rebuilds the model from the checkpoint's own settings (or the file's shapes) and loads the masters,
+/// without gradients and moments. Throws Error(20) when nothing valid is there.
 [[nodiscard]] LoadedModel load_model(const std::string& checkpoint, Precision precision, at::Device device);
 
 }  // namespace cram

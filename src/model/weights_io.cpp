@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/options.h"
 #include "base/safetensors.h"
 
 namespace cram {
@@ -123,7 +124,36 @@ void export_weights(const std::string& path, const ModelConfig& config, const Pa
     items.push_back({spec.name, "F32", spec.global_shape, kept.back().const_data_ptr()});
     if (ends_with(spec.name, kQueryKeyValue)) items.push_back({norm_factor_name(spec.name), "F32", {}, &norm_factor});
   }
-  write_safetensors(path, items, {{"format", "pt"}});
+  write_safetensors(path, items, {{"format", "pt"}, {"seq_length", std::to_string(config.seq_length)}});
+}
+
+ModelConfig model_config_of(const std::string& path) {
+  const SafetensorsFile file = SafetensorsFile::open(path);
+  const auto tensor = [&](const std::string& name, std::size_t dims) -> const SafetensorsEntry& {
+    const SafetensorsEntry* entry = file.find(name);
+    CRAM_CHECK(entry != nullptr && entry->shape.size() == dims, ExitCode::kUsage, path, " has no tensor ", name, " of ", dims,
+               " dimensions, so the model's shape is unknown; expected a crammed-bert safetensors file");
+    return *entry;
+  };
+  const SafetensorsEntry& tied = tensor(file.find(kEmbeddingName) != nullptr ? kEmbeddingName : kDecoderName, 2);
+  ModelConfig config;
+  config.vocab_size = tied.shape[0];
+  config.hidden = tied.shape[1];
+  config.ffn = tensor("encoder.layers.0.ffn.dense_in.weight", 2).shape[0];
+  config.layers = 0;
+  while (file.find(concat("encoder.layers.", config.layers, ".ffn.dense_in.weight")) != nullptr) ++config.layers;
+  const SafetensorsEntry& factor = tensor("encoder.layers.0.attn.self_attention.norm_factor", 0);
+  CRAM_CHECK(factor.dtype == "F32", ExitCode::kUsage, path, ": norm_factor has dtype ", factor.dtype, ", expected F32");
+  float norm_factor = 0;
+  std::memcpy(&norm_factor, file.data(factor), sizeof norm_factor);
+  const auto head_dim = static_cast<std::int64_t>(std::llround(1 / (double{norm_factor} * double{norm_factor})));
+  CRAM_CHECK(head_dim > 0 && config.hidden % head_dim == 0, ExitCode::kUsage, path, ": norm_factor ", norm_factor,
+             " gives heads of ", head_dim, ", which does not divide the width ", config.hidden);
+  config.heads = config.hidden / head_dim;
+  const auto seq_length = file.metadata().find("seq_length");
+  config.seq_length = seq_length == file.metadata().end() ? 128 : parse_integer(seq_length->second, path);
+  check_model_config(config);
+  return config;
 }
 
 }  // namespace cram

@@ -75,6 +75,8 @@ Progress progress_from_json(const json& j) {
   return p;
 }
 
+std::string manifest_text(const json& manifest) { return manifest.dump(1) + "\n"; }
+
 void remove_quietly(const fs::path& path) {
   try {
     remove_tree(path);
@@ -145,7 +147,7 @@ std::uintmax_t CheckpointFolder::save(const ParameterStore& store, const Checkpo
         {"files", {{{"name", kRankFile}, {"bytes", bytes}, {"xxh3_128", digest_file(rank_file.string())}}}},
         {"parameters", parameters}};
     manifest[kManifestDigest] = digest_text(manifest.dump());
-    write_file_atomically(temporary / kManifest, manifest.dump(1) + "\n", kStorage);
+    write_file_atomically(temporary / kManifest, manifest_text(manifest), kStorage);
     // The same step may be saved twice (a run stopped right after an interval save): the older one is equal, keep it.
     if (fs::exists(target)) {
       remove_quietly(temporary);
@@ -181,10 +183,14 @@ CheckpointInfo verify_checkpoint(const std::string& step_folder) {
   const fs::path manifest_path = fs::path(step_folder) / kManifest;
   CheckpointInfo info;
   try {
-    json manifest = json::parse(read_file(manifest_path, kInvalid, 256 << 20));
+    const std::string content = read_file(manifest_path, kInvalid, 256 << 20);
+    json manifest = json::parse(content);
     CRAM_CHECK(manifest.at("magic") == kMagic, kInvalid, manifest_path.string(), " is not a cram checkpoint");
     CRAM_CHECK(manifest.at("version") == kFormatVersion, kInvalid, manifest_path.string(), " has format version ",
                manifest.at("version").dump(), ", this program reads ", kFormatVersion);
+    // The digest covers the values; the text must be what was written, to the last byte.
+    CRAM_CHECK(manifest_text(manifest) == content, kInvalid, manifest_path.string(),
+               " is damaged: its text was changed");
     const std::string expected = manifest.at(kManifestDigest).get<std::string>();
     manifest.erase(kManifestDigest);
     const std::string found = digest_text(manifest.dump());

@@ -101,6 +101,8 @@ void resolve_train_config(Config& config, std::int64_t data_parallel_size) {
   CRAM_CHECK(t.budget.value > 0, kBad, "train.budget=", t.budget.text(), " must be positive");
   if (t.clock == "auto") t.clock = t.budget.is_time() ? "wall" : t.budget.unit;
   check_clock(t.budget, t.clock);
+  CRAM_CHECK(t.schedule != "inverse-sqrt" || t.warmup > 0, kBad,
+             "train.schedule=inverse-sqrt is sqrt(warmup/t) and needs train.warmup > 0, for example 0.05");
   if (t.batch_ramp == 0) t.batch_quantum = t.batch_size;
   CRAM_CHECK(t.batch_size % t.batch_quantum == 0, kBad, "train.batch_size=", t.batch_size,
              " is not a multiple of train.batch_quantum=", t.batch_quantum, "; nearest: ",

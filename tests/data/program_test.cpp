@@ -93,13 +93,13 @@ TEST_F(ProgramTest, InputsInEveryForm) {
   // Several words after --input, and two --input: documents are ordered by content, so the halves give the whole.
   EXPECT_EQ(run("head -3000 c.txt > c1.txt; tail -n +3001 c.txt > c2.txt; " + pack +
                 "--input c1.txt c2.txt --output d && cmp d/train-00000.h5 s/train-00000.h5")
-                .code,
+                .exit_code,
             0);
   EXPECT_EQ(run(pack + "--input=c1.txt --input c2.txt --output e && cmp e/train-00000.h5 s/train-00000.h5").exit_code,
             0);
   EXPECT_EQ(run("mkdir -p in/x; cp c1.txt in/x; gzip c2.txt; mv c2.txt.gz in; " + pack +
                 "--input in --output f && cmp f/train-00000.h5 s/train-00000.h5")
-                .code,
+                .exit_code,
             0);
 }
 
@@ -169,7 +169,7 @@ TEST_F(ProgramTest, AFullDiskLeavesNothingThatLooksWhole) {
   EXPECT_EQ(run("ls o | grep -v tokenizer.model").out, "");
   EXPECT_EQ(run("cram_data pack --input c.txt --tokenizer t --output o --seq-length 32 && cmp o/train-00000.h5 "
                 "s/train-00000.h5")
-                .code,
+                .exit_code,
             0);
 }
 

@@ -74,6 +74,11 @@ TEST(TokenizerTest, LongTextsAreSplitWithoutAnyoneNoticing) {
     at = stop + 1;
   }
   EXPECT_EQ(tokenizer.encode(demo_text()), by_word);
+  CachingEncoder encoder(tokenizer);
+  EXPECT_EQ(encoder.encode_normalized(demo_text()), by_word);
+  EXPECT_EQ(encoder.encode_normalized(demo_text()), by_word) << "from memory";
+  const Tokenizer unigram = demo_tokenizer("unigram");
+  EXPECT_EQ(CachingEncoder(unigram).encode_normalized(demo_text()), unigram.encode(demo_text()));
   EXPECT_GT(demo_text().size(), 3U * 16384U);
 }
 

@@ -60,9 +60,9 @@ TEST_P(GoldenFile, Fp32AgreesToFiveDigits) {
   Model model(golden.config, Precision::kFp32);
   model.load(golden);
   std::string worst;
-  // With weights ten times larger, logits of 50 and saturated attention amplify the rounding of the scores: measured
-  // 1.5e-5 at most, so the limit there is ten times wider.
-  const double limit = std::string(GetParam()) == "large_weights" ? 1e-4 : 1e-5;
+  // With weights ten times larger, logits of 50 and saturated attention amplify every rounding (measured 7e-6, against
+  // 2e-6 for the others); another order of summation may double that.
+  const double limit = std::string(GetParam()) == "large_weights" ? 3e-5 : 1e-5;
   EXPECT_LE(distance(model, golden, &worst), limit) << worst;
 }
 

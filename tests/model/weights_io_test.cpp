@@ -66,7 +66,7 @@ TEST(ExportWeights, WritesThePublicNamesInF32) {
     const std::string path = folder / precision_name(precision);
     export_weights(path, small_config(), model.store);
     const SafetensorsFile file = SafetensorsFile::open(path);
-    EXPECT_EQ(file.metadata(), (std::map<std::string, std::string>{{"format", "pt"}}));
+    EXPECT_EQ(file.metadata(), (std::map<std::string, std::string>{{"format", "pt"}, {"seq_length", "8"}}));
     EXPECT_EQ(file.entries().size(), model.store.size() + 2) << "one norm_factor a layer, no decoder.weight";
     EXPECT_EQ(file.find("decoder.weight"), nullptr);
     const Tensors tensors = test::read_tensors(file);
@@ -243,6 +243,78 @@ TEST(LoadWeights, AcceptsTheFactorsOfEveryFloatFormat) {
     write_tensors(folder / "x", tensors);
     Model model(config, Precision::kFp32);
     EXPECT_NO_THROW(load_weights(folder / "x", config, model.store)) << type;
+  }
+}
+
+TEST(ModelConfigOf, ReadsTheShapeOfAnExport) {
+  const TemporaryFolder folder;
+  for (const std::int64_t heads : {1, 2, 4, 16}) {
+    ModelConfig config = small_config();
+    config.heads = heads;
+    Model model(config, Precision::kFp32);
+    export_weights(folder / "x", config, model.store);
+    const ModelConfig found = model_config_of(folder / "x");
+    EXPECT_EQ(found.layers, config.layers);
+    EXPECT_EQ(found.hidden, config.hidden);
+    EXPECT_EQ(found.heads, heads);
+    EXPECT_EQ(found.ffn, config.ffn);
+    EXPECT_EQ(found.vocab_size, config.vocab_size);
+    EXPECT_EQ(found.seq_length, config.seq_length);
+    Model other(found, Precision::kFp32);
+    EXPECT_NO_THROW(load_weights(folder / "x", found, other.store));
+  }
+}
+
+TEST(ModelConfigOf, PublicFilesHaveTheRecipesRowLengthAndEitherTiedName) {
+  const TemporaryFolder folder;
+  Tensors tensors = model_tensors();
+  tensors["encoder.layers.0.attn.self_attention.norm_factor"] = at::scalar_tensor(0.25, at::kFloat);
+  tensors["decoder.weight"] = tensors[kEmbedding];
+  tensors.erase(kEmbedding);
+  write_tensors(folder / "x", tensors);
+  const ModelConfig found = model_config_of(folder / "x");
+  EXPECT_EQ(found.seq_length, 128);
+  EXPECT_EQ(found.vocab_size, 37);
+  EXPECT_EQ(found.heads, 2);
+}
+
+TEST(ModelConfigOf, RefusesWhatTellsNoShape) {
+  const std::string factor = "encoder.layers.0.attn.self_attention.norm_factor";
+  struct Case {
+    std::string word;
+    std::function<void(Tensors&)> change;
+  };
+  const auto factor_of = [&](double value) {
+    return [&factor, value](Tensors& t) { t[factor] = at::scalar_tensor(value, at::kFloat); };
+  };
+  const Case cases[] = {
+      {kEmbedding, [](Tensors& t) { t[kEmbedding] = at::zeros({37 * 32}); }},
+      {"decoder.weight", [](Tensors& t) { t.erase(kEmbedding); }},
+      {"dense_in", [](Tensors& t) { t.erase("encoder.layers.0.ffn.dense_in.weight"); }},
+      {"norm_factor", [&](Tensors& t) { t.erase(factor); }},
+      {"norm_factor", [&](Tensors& t) { t[factor] = at::full({1}, 0.25F); }},
+      {"norm_factor", factor_of(0)},
+      {"norm_factor", factor_of(NAN)},
+      {"norm_factor", factor_of(INFINITY)},
+      {"norm_factor", factor_of(1e-30)},
+      {"norm_factor", factor_of(0.3)},
+      {"model.vocab_size",
+       [](Tensors& t) {
+         t[kEmbedding] = at::zeros({3, 32});
+       }},
+      {"model.hidden",
+       [](Tensors& t) {
+         t[kEmbedding] = at::zeros({37, 0});
+       }},
+  };
+  const TemporaryFolder folder;
+  for (const Case& c : cases) {
+    Tensors tensors = model_tensors();
+    tensors[factor] = at::scalar_tensor(0.25, at::kFloat);
+    c.change(tensors);
+    write_tensors(folder / "x", tensors);
+    expect_error(
+        ExitCode::kUsage, {c.word}, [&] { (void)model_config_of(folder / "x"); }, c.word);
   }
 }
 
