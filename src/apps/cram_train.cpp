@@ -5,6 +5,7 @@
 
 #include "apps/program.h"
 #include "apps/train_session.h"
+#include "base/check.h"
 #include "base/log.h"
 #include "base/version.h"
 
@@ -16,6 +17,7 @@ int run(int argc, char** argv) {
                              {"fresh", "start at step 0 although the run folder has checkpoints; the old run is kept"},
                              {"force", "resume although settings changed, or extend a finished run"},
                              {"dry-run", "print the resolved run and stop"},
+                             {"print-config", "print every option with its value as TOML and stop"},
                              {"verify", "check the shards and the run's checkpoints byte by byte and stop"}},
                             argc, argv);
   cram::Config config;
@@ -35,9 +37,16 @@ int run(int argc, char** argv) {
   if (command.has("config")) options.load_toml_file(command.value("config"));
   for (const std::string& assignment : command.arguments()) options.apply_override(assignment);
 
+  if (command.has("print-config")) {
+    std::fputs(options.dump_toml(true).c_str(), stdout);
+    return 0;
+  }
+
   const cram::Launch launch = cram::detect_launch();
   cram::configure_log({.rank = launch.rank, .world_size = launch.world_size});
   const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"), command.has("verify")};
+  CRAM_CHECK(launch.world_size == 1, cram::ExitCode::kUsage, "started with ", launch.world_size,
+             " ranks; this version trains on one: use mpirun -n 1");
   const cram::MpiEnvironment mpi(launch, &argc, &argv);
   return cram::run_training(config, options, request, launch);
 }

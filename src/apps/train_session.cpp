@@ -144,12 +144,15 @@ void print_summary(const Summary& s, const Config& config, const std::string& ru
 // Loads the newest valid checkpoint, or initial weights when there is none.
 CheckpointInfo resume_or_initialize(const Config& config, const OptionTable& options, RunFolder& folder,
                                     const CheckpointInfo& now, bool force, ParameterStore& store) {
+  const std::int64_t attempt = next_attempt(folder.path());
   std::optional<CheckpointFolder::Found> found;
   if (!folder.is_new()) found = CheckpointFolder(folder.checkpoints()).newest_valid();
   if (!found) {
     if (!folder.is_new()) say("no committed checkpoint in ", folder.path(), ": starting at step 0");
     store.initialize(static_cast<std::uint64_t>(config.run.seed));
-    return now;
+    CheckpointInfo info = now;
+    info.progress.attempt = attempt;
+    return info;
   }
   std::vector<std::string> changes = changed_settings(found->info.settings, options);
   for (const auto& [what, digest] : now.identity) {
@@ -174,7 +177,7 @@ CheckpointInfo resume_or_initialize(const Config& config, const OptionTable& opt
   load_checkpoint(found->path, store);
   CheckpointInfo info = now;
   info.progress = found->info.progress;
-  info.progress.attempt += 1;
+  info.progress.attempt = attempt;
   say("resuming after step ", format_grouped(info.progress.step), " from ", found->path);
   return info;
 }
@@ -203,8 +206,6 @@ int verify_everything(const RunFolder& folder) {
 }  // namespace
 
 int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch) {
-  CRAM_CHECK(launch.world_size == 1, ExitCode::kUsage, "started with ", launch.world_size,
-             " ranks; this version trains on one: use mpirun -n 1");
   resolve_train_config(config, /*data_parallel_size=*/1);
   const Data data = open_data(config, request.verify);
   check_model_config(config.model);
@@ -223,6 +224,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   }
 
   if (request.fresh) folder.set_aside();
+  folder.lock();
   const at::NoGradGuard no_grad;  // the backward pass is explicit
   store.allocate(choice.precision, choice.device);
   CheckpointInfo now;

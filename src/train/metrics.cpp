@@ -1,9 +1,11 @@
 #include "train/metrics.h"
 
 #include <cmath>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "base/check.h"
+#include "base/file_io.h"
 
 namespace cram {
 namespace {
@@ -31,6 +33,13 @@ std::string short_scientific(double value) {
 }  // namespace
 
 MetricsFiles::File MetricsFiles::open(const std::string& path) {
+  // A crash in the middle of a write leaves a torn last line; what follows must not be glued to it.
+  std::error_code error;
+  if (std::filesystem::file_size(path, error) > 0 && !error) {
+    const std::string content = read_file(path);
+    const std::size_t whole = content.rfind('\n') + 1;  // npos + 1 = 0
+    if (whole != content.size()) std::filesystem::resize_file(path, whole);
+  }
   File file(std::fopen(path.c_str(), "a"));
   CRAM_CHECK(file, ExitCode::kOther, "cannot open ", path, " for appending");
   return file;

@@ -1,6 +1,14 @@
 #include "train/run_folder.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "base/digest.h"
@@ -43,12 +51,39 @@ void RunFolder::set_aside() {
   is_new_ = true;
 }
 
+RunFolder::~RunFolder() {
+  if (lock_fd_ >= 0) ::close(lock_fd_);  // the lock goes with the descriptor
+}
+
+void RunFolder::lock() {
+  make_folders(path_);
+  const std::string file = path_ + "/lock";
+  lock_fd_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  CRAM_CHECK(lock_fd_ >= 0, ExitCode::kOther, "cannot create ", file, ": ", std::strerror(errno));
+  CRAM_CHECK(::flock(lock_fd_, LOCK_EX | LOCK_NB) == 0, ExitCode::kUsage, "another process trains in ", path_, " (it holds ",
+             file, "); wait for it or choose another run.output");
+}
+
 void RunFolder::open(const OptionTable& options, const std::map<std::string, std::string>& environment) {
+  CRAM_DCHECK(lock_fd_ >= 0);
   make_folders(path_ + "/logs");
   write_file_atomically(fs::path(path_) / kConfigFile,
                         concat(kHeader, ": every option with its resolved value\n\n", options.dump_toml(true)));
   write_file_atomically(fs::path(path_) / "environment.json", nlohmann::json(environment).dump(1) + "\n");
   open_log_file(path_ + "/logs/rank-00000.log");
+}
+
+std::int64_t next_attempt(const std::string& run_folder) {
+  std::ifstream metrics(run_folder + "/metrics.jsonl");
+  constexpr std::string_view kKey = "\"attempt\":";
+  std::int64_t next = 0;
+  std::string line;
+  while (std::getline(metrics, line)) {
+    const std::size_t key = line.rfind(kKey);
+    if (key == std::string::npos || line.back() != '}') continue;  // torn by a crash
+    next = std::max(next, parse_integer(line.substr(key + kKey.size(), line.size() - 1 - key - kKey.size()), run_folder) + 1);
+  }
+  return next;
 }
 
 std::string default_run_path(const OptionTable& options) {

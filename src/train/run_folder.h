@@ -1,6 +1,7 @@
 // The folder of one run: who owns it, what is in it, and whether the same command may go on in it.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -11,6 +12,10 @@ namespace cram {
 
 class RunFolder {
  public:
+  ~RunFolder();
+  RunFolder(const RunFolder&) = delete;
+  RunFolder& operator=(const RunFolder&) = delete;
+
   /// Decides what `path` is, writing nothing: absent or empty (new run), ours (a run to resume), or something else, which
   /// is Error(20).
   explicit RunFolder(std::string path);
@@ -22,13 +27,22 @@ class RunFolder {
   /// --fresh: an existing run is kept under the next free name <path>.old-N.
   void set_aside();
 
-  /// Creates the folder, config.toml, environment.json and logs/, and opens the log file.
+  /// Creates the folder where it is missing and keeps every other process out of it for this object's life (flock on
+  /// <path>/lock). Error(kUsage) names the file when somebody else trains there.
+  void lock();
+
+  /// Writes config.toml and environment.json and opens the log file; the folder must be locked.
   void open(const OptionTable& options, const std::map<std::string, std::string>& environment);
 
  private:
   std::string path_;
   bool is_new_ = true;
+  int lock_fd_ = -1;
 };
+
+/// One more than the largest `attempt` in the folder's metrics.jsonl; 0 without one. Steps that are done again after a
+/// crash are told apart by it, whatever the crash left behind.
+[[nodiscard]] std::int64_t next_attempt(const std::string& run_folder);
 
 /// runs/<8 hex digits of the settings that decide the numbers: model, data, train, seed>.
 [[nodiscard]] std::string default_run_path(const OptionTable& options);

@@ -47,7 +47,7 @@ Trainer::Trainer(TrainerParts parts)
       at_start_(progress_) {}
 
 Summary Trainer::run() {
-  if (progress_.attempt > 0) metrics_.event("resumed", concat("after step ", progress_.step), progress_);
+  if (progress_.attempt > 0) metrics_.event("started again", concat("after step ", progress_.step), progress_);
   clock_.start(progress_.elapsed_s);
   while (const std::optional<StepPlan> plan = plan_step()) {
     const Progress before = progress_;

@@ -69,6 +69,17 @@ TEST(Case08, LockedAndReadOnlyShardsTrainTwiceAtOnce) {
   EXPECT_EQ(loss_log(out / "a"), loss_log(out / "b"));
 }
 
+TEST(Case08, TwoRunsInOneFolderAreToldApart) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::string> argv = tiny_train(out / "r", {"train.budget=100000steps", "log.every=1steps"});
+  RunningProgram first(argv, where);
+  ASSERT_TRUE(first.wait_for_output("| step 2 ")) << first.output_so_far();
+  expect_refused(2, {"another process", out / "r/lock"}, run_program(argv, where));
+  first.send(SIGTERM);
+  EXPECT_EQ(first.wait(30).exit_code, 75);
+}
+
 TEST(Case09, WallBudgetEndsAfterTheStepInFlight) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
@@ -154,10 +165,24 @@ TEST(Case11, FullDiskKeepsEarlierCheckpointsAndIsNoSuccess) {
 TEST(Launch, SeveralRanksAreRefused) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
-  const ProgramResult result =
-      run_program(tiny_train(out / "r", {"train.budget=2steps"}), where, 60, {{"OMPI_COMM_WORLD_SIZE", "1x"}});
-  EXPECT_EQ(result.exit_code, 2) << result.out;
+  const ProgramResult result = run_program(tiny_train(out / "r", {"train.budget=2steps"}), where, 60,
+                                           {{"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "0"}});
+  expect_refused(2, {"2 ranks", "mpirun -n 1"}, result);
   EXPECT_FALSE(std::filesystem::exists(out / "r"));
+}
+
+TEST(Recipe, ConfigFileListsEveryDefault) {
+  std::ostringstream file;
+  file << std::ifstream(std::string(CRAM_SOURCE_DIR) + "/configs/crammed-bert.toml").rdbuf();
+  const ProgramResult defaults = run_program({"cram_train", "--print-config"}, ".");
+  ASSERT_EQ(defaults.exit_code, 0);
+  // The file is a few lines of comment, then what the program prints.
+  const std::size_t start = file.str().find("[run]");
+  ASSERT_NE(start, std::string::npos);
+  EXPECT_EQ(file.str().substr(start), defaults.out);
+  const ProgramResult from_file = run_program(
+      {"cram_train", "--config", std::string(CRAM_SOURCE_DIR) + "/configs/crammed-bert.toml", "--print-config"}, ".");
+  EXPECT_EQ(from_file.out, defaults.out);
 }
 
 TEST(DryRun, PrintsAndWritesNothing) {

@@ -178,6 +178,26 @@ TEST(Resume, ForeignFolderIsExit20) {
   EXPECT_FALSE(std::filesystem::exists(out / "config.toml"));
 }
 
+TEST(Resume, KilledRunsGoOnFromTheLastCommit) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::string> run =
+      tiny_train(out / "r", {"train.budget=40steps", "checkpoint.every=10steps", "log.every=1steps"});
+  expect_exit(0, run_program(tiny_train(out / "whole", {"train.budget=40steps"}), where));
+  for (const char* killed_at : {"| step 4 ", "| step 13 ", "| step 27 "}) {  // the first before any commit
+    RunningProgram program(run, where);
+    ASSERT_TRUE(program.wait_for_output(killed_at)) << program.output_so_far();
+    program.send(SIGKILL);
+    EXPECT_EQ(program.wait().exit_code, 128 + SIGKILL);
+  }
+  // A write that the kill tore apart.
+  std::ofstream(out / "r/metrics.jsonl", std::ios::app) << R"({"kind":"train","st)";
+  expect_exit(0, run_program(run, where));
+  EXPECT_EQ(loss_log(out / "whole"), loss_log(out / "r"));
+  EXPECT_EQ(weights_digest(out / "whole"), weights_digest(out / "r"));
+  EXPECT_EQ(metrics(out / "r", "train").back().at("attempt"), 3);
+}
+
 TEST(Resume, FinishedRunIsNotTrainedFurther) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;

@@ -237,6 +237,21 @@ TEST(ShortRows, PositionsStartAtZero) {
   EXPECT_LE(relative_error(other.encoder.hidden(ids), hidden), 1e-13);
 }
 
+TEST(LargeScores, SaturatedAttentionStaysFinite) {
+  // Attention scores of 1e4 and more: a softmax that did not take off the maximum would overflow.
+  const Golden golden("one_layer");
+  for (const Precision precision : {Precision::kFp64, Precision::kFp32, Precision::kBf16}) {
+    Model model(golden.config, precision);
+    model.load(golden);
+    model.store.master(model.store.find("encoder.layers.0.attn.self_attention.query_key_value.weight")).mul_(1e4);
+    model.store.refresh_working();
+    EXPECT_TRUE(std::isfinite(run(model, golden)));
+    for (ParamId id = 0; id < model.store.size(); ++id) {
+      EXPECT_TRUE(at::isfinite(model.store.grad(id)).all().item<bool>()) << model.store.spec(id).name;
+    }
+  }
+}
+
 TEST(SinusoidalTable, IsTheFormula) {
   const at::Tensor table = sinusoidal_table(9, 6);
   for (int s = 0; s < 9; ++s) {
