@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/options.h"
-#include "parallel/launch.h"
+#include "parallel/mpi_environment.h"
 #include "train/train_config.h"
 
 namespace cram {

@@ -8,7 +8,7 @@
 
 #include "base/check.h"
 #include "base/rng.h"
-#include "data/special_tokens.h"
+#include "base/special_tokens.h"
 
 namespace cram {
 namespace {

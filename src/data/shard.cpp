@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/digest.h"
 #include "base/file_io.h"
+#include "base/hdf5_file.h"
 
 namespace cram {
 namespace {
@@ -47,7 +48,7 @@ void check(herr_t status, const std::string& what) { CRAM_CHECK(status >= 0, Exi
 /// that HDF5 1.10 and h5py read, everything closed with the file. The error stack is per thread and we report
 /// ourselves.
 Hdf5Handle file_access() {
-  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  set_up_hdf5();
   Hdf5Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "file access list");
   check(H5Pset_file_locking(access.get(), false, true), "switching file locks off");
   check(H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110), "format bounds");
@@ -227,7 +228,7 @@ struct ShardReader::State {
     CRAM_CHECK(first >= 0 && count >= 0 && first + count <= header.rows, ExitCode::kData, "rows [", first, ", ",
                first + count, ") of ", path, ", which has ", header.rows);
     if (count == 0) return;
-    H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+    set_up_hdf5();
     select_rows(space.get(), first, count, header.seq_length);
     const Extent size = extent(count, header.seq_length);
     const Hdf5Handle memory(H5Screate_simple(2, size.data(), nullptr), H5Sclose, "block space");
@@ -295,6 +296,7 @@ void ShardReader::read(std::int64_t first, std::int64_t count, std::uint32_t* ou
 }
 
 std::string hdf5_version() {
+  set_up_hdf5();  // asking for the version starts the library
   unsigned major = 0;
   unsigned minor = 0;
   unsigned release = 0;

@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "data/special_tokens.h"
+#include "base/special_tokens.h"
 
 namespace cram {
 

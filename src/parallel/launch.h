@@ -1,4 +1,4 @@
-// How this process was started: by mpirun (then MPI is initialised for the lifetime of `MpiEnvironment`) or alone.
+// How this process was started, by mpirun or alone, and the processors it may use.
 #pragma once
 
 #include <string>
@@ -14,25 +14,6 @@ struct Launch {
 
 /// Reads the launcher's environment variables; touches no library.
 [[nodiscard]] Launch detect_launch();
-
-/// MPI_Init/MPI_Finalize as a scope, only when a launcher is there. Errors are returned, not fatal, so that they can be
-/// reported with rank and operation.
-class MpiEnvironment {
- public:
-  MpiEnvironment(const Launch& launch, int* argc, char*** argv);
-  ~MpiEnvironment();
-  MpiEnvironment(const MpiEnvironment&) = delete;
-  MpiEnvironment& operator=(const MpiEnvironment&) = delete;
-
-  /// Ends every rank of the job; for an exception on one of them. Does nothing without a launcher.
-  void abort(int exit_code) const noexcept;
-
- private:
-  bool active_;
-};
-
-/// Version line of the MPI library in use.
-[[nodiscard]] std::string mpi_version();
 
 /// Processors this process may run on. A single rank under mpirun is bound to one core by mpirun's default; with `widen`
 /// that binding is lifted first (only where this rank is alone on its machine).

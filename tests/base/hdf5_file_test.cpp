@@ -165,6 +165,19 @@ TEST(Hdf5File, ADiskThatFillsUpIsAnErrorAtTheLatestAtClose) {
         },
         name);
   }
+  // Small arrays wait in the library's buffers: only closing shows that they found no room.
+  for (const std::uint64_t room : {0U, 100U, 1000U}) {
+    const test::FileSizeLimit limit(room);
+    const std::string name = folder / concat("small", room, ".h5");
+    expect_error(
+        ExitCode::kCheckpointStorage, {name},
+        [&] {
+          ArrayFileWriter writer(name, ExitCode::kCheckpointStorage);
+          writer.write("/master/a", {ArrayType::kF32, {3}}, large.data());
+          writer.close();
+        },
+        name);
+  }
   // Room again: the library must not be stuck with the failed files.
   write_sample(folder / "x.h5");
   const ArrayFileReader reader(folder / "x.h5", kData);

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "data/special_tokens.h"
+#include "base/special_tokens.h"
 #include "data_support.h"
 
 namespace cram {

@@ -1,2 +1,0 @@
-#pragma once
-#include "base/special_tokens.h"

@@ -1,0 +1,123 @@
+// A group of ranks and what they can do together: collectives and messages on tensors.
+//
+// One abstract class, several backends (this process alone, threads, MPI); the backend is chosen by the caller once and
+// nothing else knows it. Public members check their arguments, count bytes and keep the trace; a backend moves data.
+//
+// Rules for callers: every rank of a group calls the same operations in the same order (the trace shows who did not);
+// tensors are contiguous and on the backend's device; a tensor of an asynchronous operation is left alone until its
+// `Work` was waited for.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "parallel/trace.h"
+
+namespace cram {
+
+enum class ReduceOp { kSum, kMax };
+
+/// A pending asynchronous operation. Move-only; must be waited for before it goes.
+class [[nodiscard]] Work {
+ public:
+  /// What a backend keeps until the operation is over.
+  class Pending {
+   public:
+    virtual ~Pending() = default;
+    virtual void wait() = 0;
+  };
+
+  Work() = default;
+  explicit Work(std::unique_ptr<Pending> pending) : pending_(std::move(pending)) {}
+  Work(Work&&) noexcept = default;
+  /// Waiting for the one that is replaced first would hide an error; it must be over already.
+  Work& operator=(Work&&) noexcept = default;
+
+  /// Returns when the tensors may be used; at once for a default-made or finished one. Rethrows what went wrong.
+  void wait() {
+    if (pending_) std::unique_ptr<Pending>(std::move(pending_))->wait();
+  }
+
+ private:
+  std::unique_ptr<Pending> pending_;
+};
+
+/// One side of a message in `exchange_`.
+struct Message {
+  int peer = 0;
+  at::Tensor tensor;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] int size() const { return size_; }
+  /// Of the group, for messages and traces: "world", "tensor", "data".
+  [[nodiscard]] const std::string& name() const { return name_; }
+
+  /// In place; the same bits on every rank.
+  void all_reduce_(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum);
+  /// `out` holds size() parts of in.numel() elements, in rank order.
+  void all_gather(const at::Tensor& out, const at::Tensor& in);
+  /// `in` holds size() parts of out.numel() elements; part r, summed over the ranks, goes to rank r.
+  void reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op = ReduceOp::kSum);
+  void broadcast_(const at::Tensor& tensor, int root);
+  void send(const at::Tensor& tensor, int peer);
+  void recv_(const at::Tensor& tensor, int peer);
+  /// All sends and receives at once: no order among them can deadlock. Several messages between the same two ranks arrive
+  /// in the order of the lists.
+  void exchange_(const std::vector<Message>& sends, const std::vector<Message>& receives);
+  void barrier();
+
+  [[nodiscard]] Work all_reduce_async_(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum);
+  [[nodiscard]] Work all_gather_async(const at::Tensor& out, const at::Tensor& in);
+  [[nodiscard]] Work reduce_scatter_async(const at::Tensor& out, const at::Tensor& in, ReduceOp op = ReduceOp::kSum);
+  [[nodiscard]] Work exchange_async_(const std::vector<Message>& sends, const std::vector<Message>& receives);
+
+  /// Ranks of the same `color` form a group, ordered by `key`, then by rank here. Collective.
+  [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key, const std::string& name);
+
+  [[nodiscard]] CommunicationTrace& trace() { return trace_; }
+
+ protected:
+  Communicator(int rank, int size, std::string name);
+
+  // What a backend does; arguments are checked and recorded already. Sizes of 0 elements never arrive here.
+  [[nodiscard]] virtual Work start_all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
+  [[nodiscard]] virtual Work start_all_gather(const at::Tensor& out, const at::Tensor& in) = 0;
+  [[nodiscard]] virtual Work start_reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op) = 0;
+  virtual void do_broadcast(const at::Tensor& tensor, int root) = 0;
+  [[nodiscard]] virtual Work start_exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) = 0;
+  virtual void do_barrier() = 0;
+  [[nodiscard]] virtual std::unique_ptr<Communicator> do_split(int color, int key, const std::string& name) = 0;
+  /// Throws Error(kUsage) unless this backend can move the tensor (device, dtype).
+  virtual void check_tensor(const at::Tensor& tensor) const = 0;
+
+ private:
+  void check(const char* operation, const at::Tensor& tensor) const;
+  void check_peer(const char* operation, int peer) const;
+  int rank_, size_;
+  std::string name_;
+  CommunicationTrace trace_;
+};
+
+/// The group of this process alone: every operation is a copy or nothing.
+[[nodiscard]] std::unique_ptr<Communicator> make_self_communicator();
+
+/// `size` ranks that are threads of this process, one object each; for tests of multi-rank code. Reductions run in rank
+/// order. A rank that is destroyed while others wait for it makes their operations throw Error(kPeerLost).
+[[nodiscard]] std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size);
+
+/// MPI_COMM_WORLD, for CPU tensors; needs an MpiEnvironment that outlives it. bf16 is reduced by an operation of our own
+/// (Open MPI has none); counts beyond an int are cut into pieces.
+[[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator();
+
+}  // namespace cram

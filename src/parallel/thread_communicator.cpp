@@ -1,0 +1,208 @@
+#include <torch/types.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+
+#include "base/check.h"
+#include "parallel/communicator.h"
+
+namespace cram {
+namespace {
+
+// What the ranks of one group share. Every wait ends when the thing waited for has become impossible.
+class Hub {
+ public:
+  explicit Hub(int size) : size_(size), gone_(static_cast<std::size_t>(size), false), slots_(static_cast<std::size_t>(size)) {}
+
+  struct Slot {
+    at::Tensor tensor;
+    int color = 0;
+    int key = 0;
+    std::shared_ptr<Hub> group;
+  };
+
+  /// This rank's own slot may be written before a barrier, every slot read after it.
+  Slot& slot(int rank) { return slots_[static_cast<std::size_t>(rank)]; }
+
+  void barrier() {
+    std::unique_lock lock(mutex_);
+    const std::int64_t mine = generation_;
+    if (++arrived_ == size_) {
+      arrived_ = 0;
+      ++generation_;
+      changed_.notify_all();
+      return;
+    }
+    changed_.wait(lock, [&] { return generation_ != mine || any_gone(); });
+    CRAM_CHECK(generation_ != mine, ExitCode::kPeerLost, "a rank left the group while others waited for it");
+  }
+
+  // A message waits in its queue until the receiver has copied it: the sender stays (rendezvous), so plans that only work
+  // with buffering hang here as they would elsewhere.
+  struct Parcel {
+    at::Tensor tensor;
+    bool taken = false;
+  };
+
+  std::shared_ptr<Parcel> post(int from, int to, const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    auto parcel = std::make_shared<Parcel>(Parcel{tensor, false});
+    mail_[{from, to}].push_back(parcel);
+    changed_.notify_all();
+    return parcel;
+  }
+
+  void take(int from, int to, const at::Tensor& into) {
+    std::shared_ptr<Parcel> parcel;
+    {
+      std::unique_lock lock(mutex_);
+      std::deque<std::shared_ptr<Parcel>>& queue = mail_[{from, to}];
+      changed_.wait(lock, [&] { return !queue.empty() || gone_[static_cast<std::size_t>(from)]; });
+      CRAM_CHECK(!queue.empty(), ExitCode::kPeerLost, "rank ", from, " left the group before it sent");
+      parcel = queue.front();
+      queue.pop_front();
+    }
+    const bool fits = parcel->tensor.numel() == into.numel() && parcel->tensor.scalar_type() == into.scalar_type();
+    if (fits) into.view({-1}).copy_(parcel->tensor.view({-1}));
+    {
+      const std::lock_guard lock(mutex_);
+      parcel->taken = true;
+      changed_.notify_all();
+    }
+    CRAM_CHECK(fits, ExitCode::kOther, "receive of ", into.numel(), " elements from rank ", from, ", which sent ",
+               parcel->tensor.numel(), " of type ", c10::toString(parcel->tensor.scalar_type()));
+  }
+
+  void wait_taken(const Parcel& parcel, int to) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return parcel.taken || gone_[static_cast<std::size_t>(to)]; });
+    CRAM_CHECK(parcel.taken, ExitCode::kPeerLost, "rank ", to, " left the group before it received");
+  }
+
+  void leave(int rank) {
+    const std::lock_guard lock(mutex_);
+    gone_[static_cast<std::size_t>(rank)] = true;
+    changed_.notify_all();
+  }
+
+ private:
+  [[nodiscard]] bool any_gone() const { return std::find(gone_.begin(), gone_.end(), true) != gone_.end(); }
+  const int size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::int64_t generation_ = 0;
+  int arrived_ = 0;
+  std::vector<bool> gone_;
+  std::vector<Slot> slots_;
+  std::map<std::pair<int, int>, std::deque<std::shared_ptr<Parcel>>> mail_;
+};
+
+class ThreadCommunicator final : public Communicator {
+ public:
+  ThreadCommunicator(std::shared_ptr<Hub> hub, int rank, int size, const std::string& name)
+      : Communicator(rank, size, name), hub_(std::move(hub)) {}
+  ~ThreadCommunicator() override { hub_->leave(rank()); }
+
+ protected:
+  void check_tensor(const at::Tensor&) const override {}  // threads share every device
+
+  Work start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
+    share(tensor);
+    const at::Tensor sum = reduced(op, [](const at::Tensor& full) { return full; });
+    hub_->barrier();  // nobody reads the inputs any more
+    tensor.copy_(sum);
+    return Work();
+  }
+
+  Work start_all_gather(const at::Tensor& out, const at::Tensor& in) override {
+    share(in);
+    for (int r = 0; r < size(); ++r) {
+      out.view({size(), -1}).select(0, r).copy_(hub_->slot(r).tensor.view({-1}));
+    }
+    hub_->barrier();
+    return Work();
+  }
+
+  Work start_reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op) override {
+    share(in);
+    const at::Tensor part = reduced(op, [&](const at::Tensor& full) { return full.view({size(), -1}).select(0, rank()); });
+    hub_->barrier();
+    out.view({-1}).copy_(part);
+    return Work();
+  }
+
+  void do_broadcast(const at::Tensor& tensor, int root) override {
+    share(tensor);
+    const at::Tensor value = hub_->slot(root).tensor.clone();
+    hub_->barrier();
+    if (rank() != root) tensor.copy_(value);
+  }
+
+  Work start_exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) override {
+    std::vector<std::shared_ptr<Hub::Parcel>> posted;
+    posted.reserve(sends.size());
+    for (const Message& message : sends) posted.push_back(hub_->post(rank(), message.peer, message.tensor));
+    for (const Message& message : receives) hub_->take(message.peer, rank(), message.tensor);
+    for (std::size_t i = 0; i < sends.size(); ++i) hub_->wait_taken(*posted[i], sends[i].peer);
+    return Work();
+  }
+
+  void do_barrier() override { hub_->barrier(); }
+
+  std::unique_ptr<Communicator> do_split(int color, int key, const std::string& name) override {
+    hub_->slot(rank()).color = color;
+    hub_->slot(rank()).key = key;
+    hub_->barrier();
+    std::vector<std::pair<int, int>> members;  // key, rank here
+    for (int r = 0; r < size(); ++r) {
+      if (hub_->slot(r).color == color) members.emplace_back(hub_->slot(r).key, r);
+    }
+    std::sort(members.begin(), members.end());
+    const int leader = members.front().second;
+    const auto group_size = static_cast<int>(members.size());
+    if (rank() == leader) hub_->slot(leader).group = std::make_shared<Hub>(group_size);
+    hub_->barrier();
+    const std::shared_ptr<Hub> group = hub_->slot(leader).group;
+    hub_->barrier();
+    if (rank() == leader) hub_->slot(leader).group.reset();
+    const auto me = std::find(members.begin(), members.end(), std::pair(key, rank()));
+    return std::make_unique<ThreadCommunicator>(group, static_cast<int>(me - members.begin()), group_size, name);
+  }
+
+ private:
+  void share(const at::Tensor& tensor) {
+    hub_->slot(rank()).tensor = tensor;
+    hub_->barrier();
+  }
+
+  // Rank order, so the result does not depend on who comes first.
+  template <class Part>
+  at::Tensor reduced(ReduceOp op, const Part& part) {
+    at::Tensor result = part(hub_->slot(0).tensor).clone();
+    for (int r = 1; r < size(); ++r) {
+      const at::Tensor other = part(hub_->slot(r).tensor);
+      if (op == ReduceOp::kSum) {
+        result.add_(other);
+      } else {
+        result.copy_(at::maximum(result, other));
+      }
+    }
+    return result;
+  }
+
+  std::shared_ptr<Hub> hub_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size) {
+  const auto hub = std::make_shared<Hub>(size);
+  std::vector<std::unique_ptr<Communicator>> ranks;
+  for (int r = 0; r < size; ++r) ranks.push_back(std::make_unique<ThreadCommunicator>(hub, r, size, "world"));
+  return ranks;
+}
+
+}  // namespace cram
