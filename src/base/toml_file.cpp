@@ -1,4 +1,7 @@
 // The only file that sees toml++ (2.6 s to parse): reads a TOML document and flattens it to dotted keys.
+//
+// Its assertions are off in every build: some malformed keys trip them where the release build reports a parse error.
+#define TOML_ASSERT(condition) static_assert(true)
 #include <toml++/toml.h>
 
 #include <algorithm>

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <thread>
 
-#include "apps/tiny_corpus.h"
+#include "support/tiny_corpus.h"
 
 namespace cram::test {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "apps/tiny_corpus.h"
+#include "support/tiny_corpus.h"
 #include "base/digest.h"
 #include "base/hdf5_file.h"
 
