@@ -54,3 +54,23 @@ function(cram_add_test name)
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT} PROCESSORS ${ARG_PROCESSORS})
 endfunction()
+
+# cram_add_mpi_test(<name> RANKS 1 2 4 SOURCES ... DEPENDS ...): one program with its own main, one ctest entry for each
+# number of ranks: <name>_np4. More ranks than cores, so they are neither bound nor allowed to spin for long.
+function(cram_add_mpi_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "RANKS;SOURCES;DEPENDS" ${ARGN})
+  add_executable(${name} ${ARG_SOURCES})
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/tests)
+  target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR}/tests)
+  target_link_libraries(${name} PRIVATE ${ARG_DEPENDS} GTest::gtest cram_warnings)
+  cram_use_torch(${name})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  foreach(ranks IN LISTS ARG_RANKS)
+    add_test(NAME ${name}_np${ranks} COMMAND ${MPIEXEC_EXECUTABLE} --oversubscribe --bind-to none --timeout ${ARG_TIMEOUT}
+             -np ${ranks} $<TARGET_FILE:${name}>)
+    set_tests_properties(${name}_np${ranks} PROPERTIES LABELS parallel TIMEOUT ${ARG_TIMEOUT} PROCESSORS 2 ENVIRONMENT
+      "OMP_NUM_THREADS=1;CRAM_TEST_RANKS=${ranks};OMPI_ALLOW_RUN_AS_ROOT=1;OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1;OMPI_MCA_mpi_yield_when_idle=1")
+  endforeach()
+endfunction()
