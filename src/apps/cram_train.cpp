@@ -24,8 +24,9 @@ int run(int argc, char** argv) {
   cram::OptionTable options;
   cram::add_train_options(options, config);
   if (command.has("help")) {
-    std::fputs(command.help("cram_train [--config FILE] [section.key=value ...]",
-                            "options (default; TOML sections and keys are the same):\n" + options.help_text())
+    std::fputs(command
+                   .help("cram_train [--config FILE] [section.key=value ...]",
+                         "options (default; TOML sections and keys are the same):\n" + options.help_text())
                    .c_str(),
                stdout);
     return 0;
@@ -44,7 +45,8 @@ int run(int argc, char** argv) {
 
   const cram::Launch launch = cram::detect_launch();
   cram::configure_log({.rank = launch.rank, .world_size = launch.world_size});
-  const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"), command.has("verify")};
+  const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"),
+                                   command.has("verify")};
   CRAM_CHECK(launch.world_size == 1, cram::ExitCode::kUsage, "started with ", launch.world_size,
              " ranks; this version trains on one: use mpirun -n 1");
   const cram::MpiEnvironment mpi(launch, &argc, &argv);

@@ -35,7 +35,8 @@ int guarded_main(const std::string& program, const std::function<int()>& body) {
     // LibTorch appends a stack trace to its messages; the first line says what happened.
     const std::string first_line = what.substr(0, what.find('\n'));
     return is_out_of_memory(what)
-               ? report(concat("out of memory (", first_line, "); use a smaller train.micro_batch_size"), ExitCode::kOutOfMemory)
+               ? report(concat("out of memory (", first_line, "); use a smaller train.micro_batch_size"),
+                        ExitCode::kOutOfMemory)
                : report(first_line, ExitCode::kOther);
   }
 }
@@ -63,7 +64,8 @@ CommandLine::CommandLine(const std::string& program, std::vector<Flag> flags, in
       std::vector<std::string> names;
       for (const Flag& flag : flags_) names.push_back("--" + flag.name);
       const std::string shown = argument.substr(0, 60);
-      fail(ExitCode::kUsage, "unknown flag ", shown, "; the nearest is ", nearest_name(shown, names), " (--help lists all)");
+      fail(ExitCode::kUsage, "unknown flag ", shown, "; the nearest is ", nearest_name(shown, names),
+           " (--help lists all)");
     }
   } catch (const cxxopts::exceptions::exception& error) {
     fail(ExitCode::kUsage, error.what());

@@ -34,8 +34,9 @@ struct Data {
 // A value the shards decide: taken from them when left out, refused when it differs.
 void settle(std::int64_t& value, std::int64_t from_shards, const char* key, const Data& data) {
   if (value == 0) value = from_shards;
-  CRAM_CHECK(value == from_shards, ExitCode::kUsage, key, "=", value, ", but ", data.train->folder(), " has ", from_shards,
-             " (tokenizer digest ", data.train->tokenizer_digest(), "); leave ", key, " out or prepare the data anew");
+  CRAM_CHECK(value == from_shards, ExitCode::kUsage, key, "=", value, ", but ", data.train->folder(), " has ",
+             from_shards, " (tokenizer digest ", data.train->tokenizer_digest(), "); leave ", key,
+             " out or prepare the data anew");
 }
 
 Data open_data(Config& config, bool verify_all) {
@@ -84,9 +85,9 @@ void print_start(const Config& config, const OptionTable& options, const DeviceC
   if (budget.unit == "steps") {
     // With a ramp the batch is a function of step/steps, so the sum is known beforehand.
     for (std::int64_t step = 0; step < static_cast<std::int64_t>(budget.value) && step < 1'000'000; ++step) {
-      tokens += static_cast<double>(m.seq_length * ramped_batch_size(config.train.batch_size, config.train.batch_quantum,
-                                                                     config.train.batch_ramp,
-                                                                     static_cast<double>(step) / budget.value));
+      tokens += static_cast<double>(
+          m.seq_length * ramped_batch_size(config.train.batch_size, config.train.batch_quantum, config.train.batch_ramp,
+                                           static_cast<double>(step) / budget.value));
     }
   }
   const double epochs = tokens / static_cast<double>(rows * m.seq_length);
@@ -102,7 +103,8 @@ void print_dry_run(const Config& config, const ParameterStore& registered) {
   const bool bf16 = config.train.precision == "bf16";
   const std::uintmax_t bytes = numel * (config.train.precision == "fp64" ? 32 : bf16 ? 18 : 16);
   say("dry run: 1 rank (data 1 x tensor 1 x pipeline 1), ", registered.size(), " tensors, ", numel, " elements, ",
-      format_count(static_cast<double>(bytes)), "B for weights, gradients and moments; nothing was allocated or written");
+      format_count(static_cast<double>(bytes)),
+      "B for weights, gradients and moments; nothing was allocated or written");
 }
 
 void show_fills(Encoder& encoder, at::Device device, const Tokenizer& tokenizer) {
@@ -134,9 +136,10 @@ void print_baselines(const Config& config, const Data& data, const EvalRecord& e
 }
 
 void print_summary(const Summary& s, const Config& config, const std::string& run_folder) {
-  say("\nstopped: ", s.reason, " | steps ", format_grouped(s.progress.step), " | tokens ", format_grouped(s.progress.tokens),
-      " | ", format_count(s.tokens_per_s), " tokens/s | training clock ", format_duration(s.progress.elapsed_s), " of ",
-      config.train.budget.text(), " (data wait, steps, logging and saves on the way; not start-up, evaluation and the last save: ",
+  say("\nstopped: ", s.reason, " | steps ", format_grouped(s.progress.step), " | tokens ",
+      format_grouped(s.progress.tokens), " | ", format_count(s.tokens_per_s), " tokens/s | training clock ",
+      format_duration(s.progress.elapsed_s), " of ", config.train.budget.text(),
+      " (data wait, steps, logging and saves on the way; not start-up, evaluation and the last save: ",
       format_duration(s.progress.excluded_s), ") | lr at the end of the schedule ", format_double(s.lr_end));
   say("run folder: ", run_folder, " (config.toml, metrics.jsonl, checkpoints/, tb/)");
 }
@@ -163,7 +166,8 @@ CheckpointInfo resume_or_initialize(const Config& config, const OptionTable& opt
   }
   std::string diff;
   for (const std::string& change : changes) diff += "\n  " + change;
-  CRAM_CHECK(changes.empty() || force, ExitCode::kUsage, "the run in ", folder.path(), " was made with other settings:", diff,
+  CRAM_CHECK(changes.empty() || force, ExitCode::kUsage, "the run in ", folder.path(),
+             " was made with other settings:", diff,
              "\nrun it as it was, choose another run.output, or go on all the same with --force");
   if (!changes.empty()) log_warning("--force: resuming with other settings:", diff);
   std::string differences;

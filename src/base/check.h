@@ -15,15 +15,15 @@ namespace cram {
 enum class ExitCode : int {
   kOk = 0,
   kOther = 1,
-  kUsage = 2,              ///< command line or configuration
-  kNoCheckpoint = 20,      ///< checkpoints exist but none is valid, or the folder is not ours
-  kCheckpointStorage = 21, ///< a checkpoint could not be written
-  kData = 22,              ///< corpus, tokenizer or shard
-  kPeerLost = 30,          ///< a rank died or did not answer in time
+  kUsage = 2,               ///< command line or configuration
+  kNoCheckpoint = 20,       ///< checkpoints exist but none is valid, or the folder is not ours
+  kCheckpointStorage = 21,  ///< a checkpoint could not be written
+  kData = 22,               ///< corpus, tokenizer or shard
+  kPeerLost = 30,           ///< a rank died or did not answer in time
   kReplicasDiffer = 31,
   kNonFinite = 32,
   kOutOfMemory = 33,
-  kPreempted = 75,         ///< stopped by a signal after saving; run the same command again
+  kPreempted = 75,  ///< stopped by a signal after saving; run the same command again
 };
 
 /// The one exception type of the project. `what()` says what was expected, what was found and what to do next.
@@ -57,10 +57,10 @@ namespace detail {
 }  // namespace cram
 
 /// Throws cram::Error with the exit code when the condition is false. Message parts are only evaluated on failure.
-#define CRAM_CHECK(condition, code, ...)    \
-  do {                                      \
-    if (!(condition)) [[unlikely]]          \
-      ::cram::fail((code), __VA_ARGS__);    \
+#define CRAM_CHECK(condition, code, ...) \
+  do {                                   \
+    if (!(condition)) [[unlikely]]       \
+      ::cram::fail((code), __VA_ARGS__); \
   } while (false)
 
 #ifdef NDEBUG
@@ -69,9 +69,9 @@ namespace detail {
   } while (false)
 #else
 /// Aborts with file and line: a broken invariant of our own. Off in release builds.
-#define CRAM_DCHECK(condition)                                         \
-  do {                                                                 \
-    if (!(condition)) [[unlikely]]                                     \
-      ::cram::detail::dcheck_failed(#condition, __FILE__, __LINE__);   \
+#define CRAM_DCHECK(condition)                                       \
+  do {                                                               \
+    if (!(condition)) [[unlikely]]                                   \
+      ::cram::detail::dcheck_failed(#condition, __FILE__, __LINE__); \
   } while (false)
 #endif

@@ -31,6 +31,30 @@ std::string joined(const std::vector<std::string>& parts, std::string_view separ
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
+// RFC 3629: no overlong forms, no surrogates, nothing above U+10FFFF.
+bool is_utf8(std::string_view text) {
+  for (std::size_t i = 0; i < text.size();) {
+    const auto byte = [&](std::size_t k) { return static_cast<unsigned char>(text[k]); };
+    const unsigned char first = byte(i);
+    const std::size_t length = first < 0x80                    ? 1
+                               : first >= 0xc2 && first < 0xe0 ? 2
+                               : (first & 0xf0) == 0xe0        ? 3
+                               : first >= 0xf0 && first < 0xf5 ? 4
+                                                               : 0;
+    if (length == 0 || i + length > text.size()) return false;
+    for (std::size_t k = i + 1; k < i + length; ++k) {
+      if ((byte(k) & 0xc0) != 0x80) return false;
+    }
+    const unsigned char second = length > 1 ? byte(i + 1) : 0;
+    if ((first == 0xe0 && second < 0xa0) || (first == 0xed && second > 0x9f) || (first == 0xf0 && second < 0x90) ||
+        (first == 0xf4 && second > 0x8f)) {
+      return false;
+    }
+    i += length;
+  }
+  return true;
+}
+
 std::string without_digit_separators(std::string_view text) {
   std::string digits;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -251,6 +275,7 @@ void Option::assign(std::string_view text, const std::string& origin) {
                                      joined(allowed_, ", "), "; did you mean ", nearest_name(text, allowed_), "?");
                           CRAM_CHECK(text.find('\0') == std::string_view::npos, ExitCode::kUsage, what,
                                      " contains a NUL byte");
+                          CRAM_CHECK(is_utf8(text), ExitCode::kUsage, what, ": the value is not valid UTF-8");
                           *v = std::string(text);
                         },
                         [&](Quantity* v) {
@@ -323,6 +348,14 @@ void OptionTable::apply_override(std::string_view assignment) {
 
 void OptionTable::load_toml_file(const std::string& path) {
   for (const TomlValue& value : read_toml_file(path)) {
+    if (value.is_empty_section) {
+      std::vector<std::string> sections;
+      for (const Option& row : rows_) sections.push_back(row.key().substr(0, row.key().find('.')));
+      CRAM_CHECK(std::find(sections.begin(), sections.end(), value.key) != sections.end(), ExitCode::kUsage,
+                 value.origin, ": unknown section ", quoted(value.key), "; the nearest known one is ",
+                 nearest_name(value.key, sections));
+      continue;
+    }
     if (const Option* row = find(value.key)) {
       CRAM_CHECK(row->is_text() == value.is_string, ExitCode::kUsage, value.origin, ": ", value.key, " expects ",
                  row->kind(), row->is_text() ? " in quotes" : " without quotes", ", got ", quoted(value.text));

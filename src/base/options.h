@@ -48,11 +48,11 @@ class Option {
 
   Option(std::string key, Target target, std::string help);
 
-  Option& range(double low, double high);                      ///< numbers: low <= value <= high
-  Option& choices(std::vector<std::string> allowed);           ///< strings
-  Option& units(std::vector<std::string> allowed);             ///< quantities; "time" stands for s, m, h, d
-  Option& also_called(std::vector<std::string> other_names);   ///< only for "did you mean"
-  Option& free_on_resume();                                    ///< may differ when a run is resumed
+  Option& range(double low, double high);                     ///< numbers: low <= value <= high
+  Option& choices(std::vector<std::string> allowed);          ///< strings
+  Option& units(std::vector<std::string> allowed);            ///< quantities; "time" stands for s, m, h, d
+  Option& also_called(std::vector<std::string> other_names);  ///< only for "did you mean"
+  Option& free_on_resume();                                   ///< may differ when a run is resumed
 
   [[nodiscard]] const std::string& key() const { return key_; }
   [[nodiscard]] const std::string& help() const { return help_; }
@@ -64,9 +64,10 @@ class Option {
   [[nodiscard]] const std::string& default_text() const { return default_text_; }
   [[nodiscard]] std::string value_text() const;  ///< as the override form would write it
   [[nodiscard]] std::string toml_text() const;   ///< value_text, quoted where TOML needs it
-  [[nodiscard]] std::string kind() const;        ///< "number", "integer", "true|false", "a|b|c", "quantity (steps, time)"
+  [[nodiscard]] std::string kind() const;  ///< "number", "integer", "true|false", "a|b|c", "quantity (steps, time)"
 
-  /// Parses and checks; throws Error(kUsage) naming origin, key, value and what is allowed; the target is unchanged then.
+  /// Parses and checks; throws Error(kUsage) naming origin, key, value and what is allowed; the target is unchanged
+  /// then.
   void assign(std::string_view text, const std::string& origin);
   [[nodiscard]] const std::vector<std::string>& other_names() const { return other_names_; }
   [[nodiscard]] const Target& target() const { return target_; }
@@ -122,6 +123,7 @@ struct TomlValue {
   std::string text;    ///< in override form
   std::string origin;  ///< "file:line:column"
   bool is_string = false;
+  bool is_empty_section = false;  ///< `key` is the name of a section without entries
 };
 /// Reads and flattens; arrays and dates are refused by name. Throws Error(kUsage).
 [[nodiscard]] std::vector<TomlValue> read_toml_file(const std::string& path);

@@ -28,6 +28,7 @@ void flatten(const std::string& path, const std::string& prefix, const toml::tab
     const std::string key = prefix.empty() ? std::string(name.str()) : prefix + "." + std::string(name.str());
     const std::string origin = where(path, node.source());
     if (const toml::table* inner = node.as_table()) {
+      if (inner->empty()) out.push_back({key, "", origin, false, true});
       flatten(path, key, *inner, out);
     } else if (const auto* text = node.as_string()) {
       out.push_back({key, text->get(), origin, true});

@@ -42,8 +42,9 @@ std::vector<FilledGap> fill_mask(Encoder& encoder, at::Device device, const Toke
              " tokens, the model's rows have ", encoder.config().seq_length);
 
   const at::Tensor input = at::tensor(ids, at::kLong).view({1, length}).to(device);
-  const at::Tensor logits = encoder.logits(input, at::tensor(gaps, at::kLong).to(device)).to(at::kFloat).cpu();  // [gaps,V]
-  logits.slice(1, 0, kSpecialTokens).fill_(-std::numeric_limits<float>::infinity());  // no words
+  const at::Tensor logits =
+      encoder.logits(input, at::tensor(gaps, at::kLong).to(device)).to(at::kFloat).cpu();  // [gaps,V]
+  logits.slice(1, 0, kSpecialTokens).fill_(-std::numeric_limits<float>::infinity());       // no words
   const auto [values, indices] =
       at::softmax(logits, 1).topk(std::min<std::int64_t>(candidates, logits.size(1) - kSpecialTokens), 1);
   std::vector<FilledGap> filled(gaps.size());

@@ -11,7 +11,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The newest checkpoint of a run that verifies. Reading never changes the run's folder, so a damaged one stays in place.
+// The newest checkpoint of a run that verifies. Reading never changes the run's folder, so a damaged one stays in
+// place.
 std::string newest_of_run(const std::string& run_folder) {
   const std::vector<std::string> all = CheckpointFolder(run_folder + "/checkpoints").committed();
   CRAM_CHECK(!all.empty(), ExitCode::kNoCheckpoint, run_folder, " has no committed checkpoint in checkpoints/");
@@ -46,8 +47,8 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
     load_weights(model.origin, model.config, *model.store);
     return model;
   }
-  CRAM_CHECK(fs::is_directory(path), ExitCode::kNoCheckpoint, checkpoint, " does not exist; name a run folder, one of its ",
-             "checkpoints/step-*, or a safetensors file");
+  CRAM_CHECK(fs::is_directory(path), ExitCode::kNoCheckpoint, checkpoint,
+             " does not exist; name a run folder, one of its ", "checkpoints/step-*, or a safetensors file");
   model.origin = fs::exists(path / "manifest.json") ? checkpoint : newest_of_run(checkpoint);
   model.info = verify_checkpoint(model.origin);
   OptionTable table;

@@ -9,9 +9,9 @@ namespace cram {
 SelfAttention::SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store)
     : heads_(config.heads),
       head_dim_(config.head_dim()),
-      query_key_value_(make_linear("dense", "replicated",
-                                   {name + ".self_attention.query_key_value", config.hidden, 3 * config.hidden, kInitStddev},
-                                   store)),
+      query_key_value_(make_linear(
+          "dense", "replicated",
+          {name + ".self_attention.query_key_value", config.hidden, 3 * config.hidden, kInitStddev}, store)),
       dense_(make_linear("dense", "replicated", {name + ".dense", config.hidden, config.hidden, kInitStddev}, store)) {}
 
 at::Tensor SelfAttention::forward(const at::Tensor& x, std::int64_t batch, Saved* saved) const {
@@ -25,10 +25,8 @@ at::Tensor SelfAttention::forward(const at::Tensor& x, std::int64_t batch, Saved
   const at::Tensor q = split[0], k = split[1], v = split[2];  // [B*heads,S,d]
   const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).mul_(1 / std::sqrt(static_cast<double>(head_dim_)));
   const at::Tensor p = at::softmax(scores, -1);  // [B*heads,S,S]
-  const at::Tensor context = at::bmm(p, v)
-                                 .view({batch, heads_, seq, head_dim_})
-                                 .transpose(1, 2)
-                                 .reshape({batch * seq, heads_ * head_dim_});
+  const at::Tensor context =
+      at::bmm(p, v).view({batch, heads_, seq, head_dim_}).transpose(1, 2).reshape({batch * seq, heads_ * head_dim_});
   if (saved != nullptr) *saved = {x, q, k, v, p, context};
   return dense_->forward(context);
 }

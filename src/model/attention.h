@@ -15,7 +15,8 @@ class SelfAttention {
     at::Tensor context;  // [N,H]
   };
 
-  /// `name`.self_attention.query_key_value.weight [3H,H], rows grouped per head (q, k, v), and `name`.dense.weight [H,H].
+  /// `name`.self_attention.query_key_value.weight [3H,H], rows grouped per head (q, k, v), and `name`.dense.weight
+  /// [H,H].
   SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store);
 
   /// x [B*S,H] -> [B*S,H]

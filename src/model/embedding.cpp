@@ -51,7 +51,8 @@ at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
   const std::int64_t seq = ids.size(1);
   const at::Tensor flat_ids = ids.reshape({-1});  // [N]
   const at::Tensor& table = store_.weight(word_embedding_);
-  const at::Tensor positions = (position_table().narrow(0, 0, seq) * store_.weight(scale_factor_)).to(table.scalar_type());
+  const at::Tensor positions =
+      (position_table().narrow(0, 0, seq) * store_.weight(scale_factor_)).to(table.scalar_type());
   const at::Tensor sum =
       at::index_select(table, 0, flat_ids).view({batch, seq, config_.hidden}).add_(positions).view({batch * seq, -1});
   if (saved == nullptr) return norm_.forward(sum, nullptr);

@@ -6,7 +6,6 @@
 
 namespace cram {
 
-
 class Embedding {
  public:
   struct Saved {

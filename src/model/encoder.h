@@ -42,7 +42,8 @@ class Encoder {
 
   /// One training micro-batch: ids [B,S], positions [M] (flat b*S+s), labels [M]. Adds the gradient of the loss SUM to
   /// the store's gradients and returns that sum as [] fp64 on the device.
-  [[nodiscard]] at::Tensor forward_backward(const at::Tensor& ids, const at::Tensor& positions, const at::Tensor& labels);
+  [[nodiscard]] at::Tensor forward_backward(const at::Tensor& ids, const at::Tensor& positions,
+                                            const at::Tensor& labels);
 
   struct Evaluation {
     at::Tensor loss_sum;  // [] fp64

@@ -7,9 +7,10 @@
 namespace cram {
 
 GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store)
-    : dense_in_(make_linear("dense", "replicated", {name + ".dense_in", config.hidden, config.ffn, kInitStddev}, store)),
-      dense_out_(
-          make_linear("dense", "replicated", {name + ".dense_out", config.ffn / 2, config.hidden, kInitStddev}, store)) {}
+    : dense_in_(
+          make_linear("dense", "replicated", {name + ".dense_in", config.hidden, config.ffn, kInitStddev}, store)),
+      dense_out_(make_linear("dense", "replicated", {name + ".dense_out", config.ffn / 2, config.hidden, kInitStddev},
+                             store)) {}
 
 at::Tensor GatedFfn::forward(const at::Tensor& x, Saved* saved) const {
   const at::Tensor u = dense_in_->forward(x);

@@ -13,9 +13,9 @@ struct ModelConfig {
   std::int64_t layers = 16;
   std::int64_t hidden = 768;
   std::int64_t heads = 12;
-  std::int64_t ffn = 3072;        ///< rows of dense_in; the gated half is ffn/2 wide
-  std::int64_t vocab_size = 0;    ///< 0 = the shards' value
-  std::int64_t seq_length = 0;    ///< 0 = the shards' value
+  std::int64_t ffn = 3072;      ///< rows of dense_in; the gated half is ffn/2 wide
+  std::int64_t vocab_size = 0;  ///< 0 = the shards' value
+  std::int64_t seq_length = 0;  ///< 0 = the shards' value
   double dropout = 0;
   std::string preset = "crammed-bert";
   std::string recompute = "none";
@@ -36,7 +36,8 @@ void check_model_config(const ModelConfig& config);
 [[nodiscard]] std::int64_t parameter_count(const ModelConfig& config);
 
 /// Matrix-multiply FLOPs of one training token, forward and backward (3 x forward): linears 2*in*out, attention 4*S*H a
-/// layer, decoder 2*H*V on `masked_per_row` of S positions. 622,854,144 for the defaults at V = 32768, S = 128, 32 masked.
+/// layer, decoder 2*H*V on `masked_per_row` of S positions. 622,854,144 for the defaults at V = 32768, S = 128, 32
+/// masked.
 [[nodiscard]] double train_flops_per_token(const ModelConfig& config, std::int64_t masked_per_row);
 
 }  // namespace cram

@@ -17,7 +17,9 @@ std::int64_t product(const std::vector<std::int64_t>& shape) {
   return n;
 }
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 // The parameter's slice of the full tensor of initial values, as fp64 on the CPU.
 at::Tensor initial_values(const ParamSpec& spec, std::uint64_t seed) {
@@ -79,7 +81,8 @@ std::vector<std::int64_t> ParameterStore::local_shape(ParamId id) const {
 std::int64_t ParameterStore::local_numel(ParamId id) const { return product(local_shape(id)); }
 
 ParamId ParameterStore::find(const std::string& name) const {
-  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.spec.name == name; });
+  const auto found =
+      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.spec.name == name; });
   CRAM_CHECK(found != entries_.end(), ExitCode::kUsage, "the model has no parameter named ", name);
   return static_cast<ParamId>(found - entries_.begin());
 }

@@ -59,7 +59,8 @@ class ParameterStore {
   /// Allocates the flat buffers. `with_optimizer` false leaves out gradients and moments (export, evaluation).
   void allocate(Precision precision, at::Device device, bool with_optimizer = true);
 
-  /// Initial values: a pure function of (seed, name), made for the full tensor and then sliced; gradients and moments 0.
+  /// Initial values: a pure function of (seed, name), made for the full tensor and then sliced; gradients and moments
+  /// 0.
   void initialize(std::uint64_t seed);
 
   /// Copies masters to working weights (after a load; the optimizer does it as it goes).

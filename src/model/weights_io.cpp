@@ -131,8 +131,8 @@ ModelConfig model_config_of(const std::string& path) {
   const SafetensorsFile file = SafetensorsFile::open(path);
   const auto tensor = [&](const std::string& name, std::size_t dims) -> const SafetensorsEntry& {
     const SafetensorsEntry* entry = file.find(name);
-    CRAM_CHECK(entry != nullptr && entry->shape.size() == dims, ExitCode::kUsage, path, " has no tensor ", name, " of ", dims,
-               " dimensions, so the model's shape is unknown; expected a crammed-bert safetensors file");
+    CRAM_CHECK(entry != nullptr && entry->shape.size() == dims, ExitCode::kUsage, path, " has no tensor ", name, " of ",
+               dims, " dimensions, so the model's shape is unknown; expected a crammed-bert safetensors file");
     return *entry;
   };
   const SafetensorsEntry& tied = tensor(file.find(kEmbeddingName) != nullptr ? kEmbeddingName : kDecoderName, 2);

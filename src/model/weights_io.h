@@ -16,8 +16,8 @@ namespace cram {
 void load_weights(const std::string& path, const ModelConfig& config, ParameterStore& store);
 
 /// Writes the masters as F32, whatever the run's precision (an fp64 run is rounded), with the norm_factor scalars and
-/// metadata format=pt and seq_length. `decoder.weight` is left out: it shares the embedding's memory, and the format has no shared
-/// tensors. Equal weights give equal bytes. The store must hold whole tensors.
+/// metadata format=pt and seq_length. `decoder.weight` is left out: it shares the embedding's memory, and the format
+/// has no shared tensors. Equal weights give equal bytes. The store must hold whole tensors.
 void export_weights(const std::string& path, const ModelConfig& config, const ParameterStore& store);
 
 /// The shape of the model in such a file: from the tensors' shapes, the heads from norm_factor, the row length from the

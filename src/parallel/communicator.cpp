@@ -35,7 +35,8 @@ Work Communicator::all_gather_async(const at::Tensor& out, const at::Tensor& in)
   check("all_gather", out);
   check("all_gather", in);
   CRAM_CHECK(out.numel() == size_ * in.numel() && out.scalar_type() == in.scalar_type(), ExitCode::kOther,
-             "all_gather on group ", name_, ": expected ", size_, " x ", in.numel(), " elements of one type, got ", out.numel());
+             "all_gather on group ", name_, ": expected ", size_, " x ", in.numel(), " elements of one type, got ",
+             out.numel());
   trace_.record("all_gather", in.scalar_type(), out.numel(), bytes_of(out) * (size_ - 1) / size_);
   if (in.numel() == 0) return Work();
   return start_all_gather(out, in);

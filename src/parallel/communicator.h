@@ -72,8 +72,8 @@ class Communicator {
   void broadcast_(const at::Tensor& tensor, int root);
   void send(const at::Tensor& tensor, int peer);
   void recv_(const at::Tensor& tensor, int peer);
-  /// All sends and receives at once: no order among them can deadlock. Several messages between the same two ranks arrive
-  /// in the order of the lists.
+  /// All sends and receives at once: no order among them can deadlock. Several messages between the same two ranks
+  /// arrive in the order of the lists.
   void exchange_(const std::vector<Message>& sends, const std::vector<Message>& receives);
   void barrier();
 
@@ -95,7 +95,8 @@ class Communicator {
   [[nodiscard]] virtual Work start_all_gather(const at::Tensor& out, const at::Tensor& in) = 0;
   [[nodiscard]] virtual Work start_reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op) = 0;
   virtual void do_broadcast(const at::Tensor& tensor, int root) = 0;
-  [[nodiscard]] virtual Work start_exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) = 0;
+  [[nodiscard]] virtual Work start_exchange(const std::vector<Message>& sends,
+                                            const std::vector<Message>& receives) = 0;
   virtual void do_barrier() = 0;
   [[nodiscard]] virtual std::unique_ptr<Communicator> do_split(int color, int key, const std::string& name) = 0;
   /// Throws Error(kUsage) unless this backend can move the tensor (device, dtype).
@@ -116,8 +117,8 @@ class Communicator {
 /// order. A rank that is destroyed while others wait for it makes their operations throw Error(kPeerLost).
 [[nodiscard]] std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size);
 
-/// MPI_COMM_WORLD, for CPU tensors; needs an MpiEnvironment that outlives it. bf16 is reduced by an operation of our own
-/// (Open MPI has none); counts beyond an int are cut into pieces.
+/// MPI_COMM_WORLD, for CPU tensors; needs an MpiEnvironment that outlives it. bf16 is reduced by an operation of our
+/// own (Open MPI has none); counts beyond an int are cut into pieces.
 [[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator();
 
 }  // namespace cram

@@ -15,8 +15,8 @@ struct Launch {
 /// Reads the launcher's environment variables; touches no library.
 [[nodiscard]] Launch detect_launch();
 
-/// Processors this process may run on. A single rank under mpirun is bound to one core by mpirun's default; with `widen`
-/// that binding is lifted first (only where this rank is alone on its machine).
+/// Processors this process may run on. A single rank under mpirun is bound to one core by mpirun's default; with
+/// `widen` that binding is lifted first (only where this rank is alone on its machine).
 [[nodiscard]] int available_processors(bool widen);
 
 }  // namespace cram

@@ -34,8 +34,12 @@ void combine_bf16(void* in, void* in_out, int* count, bool sum) {
     b[i] = static_cast<at::BFloat16>(sum ? x + y : std::max(x, y));
   }
 }
-extern "C" void cram_sum_bf16(void* in, void* in_out, int* count, MPI_Datatype*) { combine_bf16(in, in_out, count, true); }
-extern "C" void cram_max_bf16(void* in, void* in_out, int* count, MPI_Datatype*) { combine_bf16(in, in_out, count, false); }
+extern "C" void cram_sum_bf16(void* in, void* in_out, int* count, MPI_Datatype*) {
+  combine_bf16(in, in_out, count, true);
+}
+extern "C" void cram_max_bf16(void* in, void* in_out, int* count, MPI_Datatype*) {
+  combine_bf16(in, in_out, count, false);
+}
 
 // Types and operations of our own; made with the first communicator, freed by MPI_Finalize.
 struct Bf16Support {
@@ -147,8 +151,7 @@ class MpiCommunicator final : public Communicator {
     auto pending = std::make_unique<MpiPending>(label("reduce_scatter"));
     pending->keep(out);
     for_pieces(out.numel(), [&](std::int64_t begin, int count) {
-      const at::Tensor source =
-          count == out.numel() ? in : in.view({size(), -1}).narrow(1, begin, count).contiguous();
+      const at::Tensor source = count == out.numel() ? in : in.view({size(), -1}).narrow(1, begin, count).contiguous();
       pending->keep(source);
       check_mpi(MPI_Ireduce_scatter_block(address(source, 0), address(out, begin), count, mpi_type(in.scalar_type()),
                                           mpi_op(in.scalar_type(), op), handle_, pending->add()),
@@ -159,7 +162,8 @@ class MpiCommunicator final : public Communicator {
 
   void do_broadcast(const at::Tensor& tensor, int root) override {
     for_pieces(tensor.numel(), [&](std::int64_t begin, int count) {
-      check_mpi(MPI_Bcast(address(tensor, begin), count, mpi_type(tensor.scalar_type()), root, handle_), label("broadcast"));
+      check_mpi(MPI_Bcast(address(tensor, begin), count, mpi_type(tensor.scalar_type()), root, handle_),
+                label("broadcast"));
     });
   }
 

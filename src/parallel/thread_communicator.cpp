@@ -15,7 +15,8 @@ namespace {
 // What the ranks of one group share. Every wait ends when the thing waited for has become impossible.
 class Hub {
  public:
-  explicit Hub(int size) : size_(size), gone_(static_cast<std::size_t>(size), false), slots_(static_cast<std::size_t>(size)) {}
+  explicit Hub(int size)
+      : size_(size), gone_(static_cast<std::size_t>(size), false), slots_(static_cast<std::size_t>(size)) {}
 
   struct Slot {
     at::Tensor tensor;
@@ -40,8 +41,8 @@ class Hub {
     CRAM_CHECK(generation_ != mine, ExitCode::kPeerLost, "a rank left the group while others waited for it");
   }
 
-  // A message waits in its queue until the receiver has copied it: the sender stays (rendezvous), so plans that only work
-  // with buffering hang here as they would elsewhere.
+  // A message waits in its queue until the receiver has copied it: the sender stays (rendezvous), so plans that only
+  // work with buffering hang here as they would elsewhere.
   struct Parcel {
     at::Tensor tensor;
     bool taken = false;
@@ -128,7 +129,9 @@ class ThreadCommunicator final : public Communicator {
 
   Work start_reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op) override {
     share(in);
-    const at::Tensor part = reduced(op, [&](const at::Tensor& full) { return full.view({size(), -1}).select(0, rank()); });
+    const at::Tensor part = reduced(op, [&](const at::Tensor& full) {
+      return full.view({size(), -1}).select(0, rank());
+    });
     hub_->barrier();
     out.view({-1}).copy_(part);
     return Work();

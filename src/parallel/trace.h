@@ -1,5 +1,5 @@
-// What a group did: a sequence number, operation, element type, count and bytes each, the last ones kept by name. Two ranks
-// of a group with different traces have gone apart, and the first difference says where.
+// What a group did: a sequence number, operation, element type, count and bytes each, the last ones kept by name. Two
+// ranks of a group with different traces have gone apart, and the first difference says where.
 #pragma once
 
 #include <ATen/core/Tensor.h>

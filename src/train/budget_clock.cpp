@@ -39,10 +39,10 @@ void check_clock(const Quantity& budget, const std::string& clock) {
   const bool timed = clock == "wall" || starts_with(clock, kVirtual);
   CRAM_CHECK(counts || timed || starts_with(clock, kReplay), ExitCode::kUsage, "train.clock=", clock,
              " is not one of auto, wall, steps, tokens, virtual:S, replay:FILE");
-  CRAM_CHECK(!counts || budget.unit == clock, ExitCode::kUsage, "train.clock=", clock, " cannot consume train.budget=",
-             budget.text(), "; give the budget in ", clock);
-  CRAM_CHECK(!timed || budget.is_time(), ExitCode::kUsage, "train.clock=", clock, " cannot consume train.budget=",
-             budget.text(), "; give the budget as a time, for example 24h");
+  CRAM_CHECK(!counts || budget.unit == clock, ExitCode::kUsage, "train.clock=", clock,
+             " cannot consume train.budget=", budget.text(), "; give the budget in ", clock);
+  CRAM_CHECK(!timed || budget.is_time(), ExitCode::kUsage, "train.clock=", clock,
+             " cannot consume train.budget=", budget.text(), "; give the budget as a time, for example 24h");
   if (starts_with(clock, kVirtual)) {
     CRAM_CHECK(parse_double(clock.substr(kVirtual.size()), "train.clock") > 0, ExitCode::kUsage, "train.clock=", clock,
                ": the seconds of a step must be positive");

@@ -21,8 +21,8 @@ struct Progress {
   double elapsed_s = 0;               ///< training clock
   std::int64_t skipped = 0;           ///< steps skipped for non-finite gradients
   std::int64_t skipped_in_a_row = 0;
-  std::int64_t attempt = 0;           ///< how often the run was resumed
-  double excluded_s = 0;              ///< evaluation, final saves: not on the training clock
+  std::int64_t attempt = 0;  ///< how often the run was resumed
+  double excluded_s = 0;     ///< evaluation, final saves: not on the training clock
 };
 
 /// Throws Error(kUsage) unless the clock exists and can consume a budget of that unit.

@@ -1,4 +1,5 @@
-// Checkpoints: logical tensors by name and slice, committed by one rename, trusted only after their digests were checked.
+// Checkpoints: logical tensors by name and slice, committed by one rename, trusted only after their digests were
+// checked.
 //
 // <run>/checkpoints/step-000000050/manifest.json   sizes, digests, progress, settings, environment; written last
 //                                 /rank-00000.h5   /master/<name>, /exp_avg/<name>, /exp_avg_sq/<name>

@@ -45,7 +45,8 @@ DeviceChoice choose_device(Config& config, int processors) {
   DeviceChoice choice;
   const bool gpu = at::hasCUDA();  // false without a visible device, too
   CRAM_CHECK(config.run.device != "cuda" || gpu, ExitCode::kUsage,
-             "run.device=cuda, but no GPU is visible to this process; check the driver and CUDA_VISIBLE_DEVICES, or use run.device=cpu");
+             "run.device=cuda, but no GPU is visible to this process; check the driver and CUDA_VISIBLE_DEVICES, or "
+             "use run.device=cpu");
   const bool on_gpu = config.run.device == "cuda" || (config.run.device == "auto" && gpu);
   choice.device = at::Device(on_gpu ? at::kCUDA : at::kCPU, on_gpu ? 0 : -1);
   choice.threads = config.run.threads > 0 ? static_cast<int>(config.run.threads) : processors;
@@ -59,8 +60,9 @@ DeviceChoice choose_device(Config& config, int processors) {
   }
   choice.precision = parse_precision(config.train.precision);
   if (config.run.deterministic) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
-  choice.reason = concat("device ", on_gpu ? "cuda:0" : "cpu", " (", choice.threads,
-                         choice.threads == 1 ? " thread" : " threads", "), precision ", config.train.precision, ": ", why);
+  choice.reason =
+      concat("device ", on_gpu ? "cuda:0" : "cpu", " (", choice.threads, choice.threads == 1 ? " thread" : " threads",
+             "), precision ", config.train.precision, ": ", why);
   return choice;
 }
 

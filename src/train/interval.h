@@ -17,9 +17,9 @@ class Interval {
 
  private:
   [[nodiscard]] std::int64_t count(const Progress& p) const {
-    const double position = every_.is_time()            ? p.elapsed_s / every_.seconds()
-                            : every_.unit == "steps"    ? static_cast<double>(p.step) / every_.value
-                                                        : static_cast<double>(p.tokens) / every_.value;
+    const double position = every_.is_time()         ? p.elapsed_s / every_.seconds()
+                            : every_.unit == "steps" ? static_cast<double>(p.step) / every_.value
+                                                     : static_cast<double>(p.tokens) / every_.value;
     return static_cast<std::int64_t>(position);
   }
   Quantity every_;

@@ -56,12 +56,13 @@ void MetricsFiles::write(const std::string& line) {
 }
 
 void MetricsFiles::train(const StepRecord& r, const Progress& p, double budget_fraction, double left_s) {
-  write(concat(R"({"kind":"train","step":)", r.step, ",\"loss\":", format_double17(r.loss), ",\"lr\":",
-               format_double17(r.lr), ",\"grad_norm\":", format_double17(r.grad_norm), ",\"batch_size\":", r.batch_size,
-               ",\"tokens\":", p.tokens, ",\"tokens_per_s\":", format_double17(r.tokens_per_s), ",\"mfu\":null",
-               ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"budget_fraction\":", format_double17(budget_fraction),
-               ",\"data_wait\":", format_double17(r.step_s > 0 ? r.data_wait_s / r.step_s : 0), ",\"left_s\":",
-               format_double17(left_s), ",\"skipped\":", p.skipped, ",\"attempt\":", p.attempt, "}"));
+  write(concat(
+      R"({"kind":"train","step":)", r.step, ",\"loss\":", format_double17(r.loss), ",\"lr\":", format_double17(r.lr),
+      ",\"grad_norm\":", format_double17(r.grad_norm), ",\"batch_size\":", r.batch_size, ",\"tokens\":", p.tokens,
+      ",\"tokens_per_s\":", format_double17(r.tokens_per_s), ",\"mfu\":null",
+      ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"budget_fraction\":", format_double17(budget_fraction),
+      ",\"data_wait\":", format_double17(r.step_s > 0 ? r.data_wait_s / r.step_s : 0),
+      ",\"left_s\":", format_double17(left_s), ",\"skipped\":", p.skipped, ",\"attempt\":", p.attempt, "}"));
   std::fprintf(clock_log_.get(), "%lld %.17g %lld\n", static_cast<long long>(r.step), r.fraction,
                static_cast<long long>(r.batch_size));
   std::fflush(clock_log_.get());
@@ -74,27 +75,27 @@ void MetricsFiles::train(const StepRecord& r, const Progress& p, double budget_f
 }
 
 void MetricsFiles::eval(const EvalRecord& r, const Progress& p) {
-  write(concat(R"({"kind":"eval","step":)", p.step, ",\"eval_loss\":", format_double17(r.loss), ",\"eval_accuracy\":",
-               format_double17(r.accuracy), ",\"masked\":", r.masked, ",\"tokens\":", p.tokens, ",\"elapsed_s\":",
-               format_double17(p.elapsed_s), ",\"attempt\":", p.attempt, "}"));
+  write(concat(R"({"kind":"eval","step":)", p.step, ",\"eval_loss\":", format_double17(r.loss),
+               ",\"eval_accuracy\":", format_double17(r.accuracy), ",\"masked\":", r.masked, ",\"tokens\":", p.tokens,
+               ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"attempt\":", p.attempt, "}"));
   tensorboard_.scalar("eval/loss", p.step, r.loss);
   tensorboard_.scalar("eval/accuracy", p.step, r.accuracy);
   tensorboard_.flush();
 }
 
 void MetricsFiles::event(const std::string& name, const std::string& detail, const Progress& p) {
-  write(concat(R"({"kind":"event","step":)", p.step, ",\"event\":", text_field(name), ",\"detail\":", text_field(detail),
-               ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"attempt\":", p.attempt, "}"));
+  write(concat(R"({"kind":"event","step":)", p.step, ",\"event\":", text_field(name), ",\"detail\":",
+               text_field(detail), ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"attempt\":", p.attempt, "}"));
 }
 
 void MetricsFiles::summary(const Summary& s) {
-  write(concat(R"({"kind":"summary","reason":)", text_field(s.reason), ",\"steps\":", s.progress.step, ",\"tokens\":",
-               s.progress.tokens, ",\"elapsed_s\":", format_double17(s.progress.elapsed_s), ",\"excluded_s\":",
-               format_double17(s.progress.excluded_s), ",\"tokens_per_s\":", format_double17(s.tokens_per_s),
-               ",\"lr_end\":", format_double17(s.lr_end), ",\"eval_loss\":",
-               s.eval ? format_double17(s.eval->loss) : "null", ",\"eval_accuracy\":",
-               s.eval ? format_double17(s.eval->accuracy) : "null", ",\"skipped\":", s.progress.skipped, ",\"attempt\":",
-               s.progress.attempt, "}"));
+  write(concat(R"({"kind":"summary","reason":)", text_field(s.reason), ",\"steps\":", s.progress.step,
+               ",\"tokens\":", s.progress.tokens, ",\"elapsed_s\":", format_double17(s.progress.elapsed_s),
+               ",\"excluded_s\":", format_double17(s.progress.excluded_s),
+               ",\"tokens_per_s\":", format_double17(s.tokens_per_s), ",\"lr_end\":", format_double17(s.lr_end),
+               ",\"eval_loss\":", s.eval ? format_double17(s.eval->loss) : "null",
+               ",\"eval_accuracy\":", s.eval ? format_double17(s.eval->accuracy) : "null",
+               ",\"skipped\":", s.progress.skipped, ",\"attempt\":", s.progress.attempt, "}"));
 }
 
 std::string ProgressLine::text(const StepRecord& r, const Progress& p, double fraction, double left_s) {
@@ -102,14 +103,15 @@ std::string ProgressLine::text(const StepRecord& r, const Progress& p, double fr
     loss_ema_ = has_ema_ ? 0.98 * loss_ema_ + 0.02 * r.loss : r.loss;
     has_ema_ = true;
   }
-  const std::string used = budget_.is_time()            ? format_duration(p.elapsed_s) + "/" + budget_.text()
-                           : budget_.unit == "steps"    ? format_grouped(p.step) + "/" + budget_.text()
-                                                        : format_count(static_cast<double>(p.tokens)) + "/" + budget_.text();
-  std::string line = concat("  ", used, " ", fixed(100 * std::min(fraction, 1.0), 1), "% | step ", format_grouped(r.step),
-                            " | loss ", fixed(r.loss, 3), " (ema ", fixed(loss_ema_, 3), ") | gnorm ",
-                            fixed(r.grad_norm, 2), " | lr ", short_scientific(r.lr), " | bs ", r.batch_size, " | ",
-                            format_count(r.tokens_per_s), " tok/s | data ",
-                            fixed(r.step_s > 0 ? 100 * r.data_wait_s / r.step_s : 0, 1), "% | left ", format_duration(left_s));
+  const std::string used = budget_.is_time() ? format_duration(p.elapsed_s) + "/" + budget_.text()
+                           : budget_.unit == "steps"
+                               ? format_grouped(p.step) + "/" + budget_.text()
+                               : format_count(static_cast<double>(p.tokens)) + "/" + budget_.text();
+  std::string line =
+      concat("  ", used, " ", fixed(100 * std::min(fraction, 1.0), 1), "% | step ", format_grouped(r.step), " | loss ",
+             fixed(r.loss, 3), " (ema ", fixed(loss_ema_, 3), ") | gnorm ", fixed(r.grad_norm, 2), " | lr ",
+             short_scientific(r.lr), " | bs ", r.batch_size, " | ", format_count(r.tokens_per_s), " tok/s | data ",
+             fixed(r.step_s > 0 ? 100 * r.data_wait_s / r.step_s : 0, 1), "% | left ", format_duration(left_s));
   if (ever_saved_) line += concat(" | ckpt ", format_duration(p.elapsed_s - last_save_s_), " ago");
   if (p.skipped > 0) line += concat(" | skipped ", p.skipped);
   return line;

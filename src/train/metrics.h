@@ -60,8 +60,8 @@ class MetricsFiles {
   TensorBoardWriter tensorboard_;
 };
 
-/// The progress line: budget used, step, loss (and its moving average), gradient norm, lr, batch, speed, data wait, time
-/// left, age of the last checkpoint; flags only where they are not zero.
+/// The progress line: budget used, step, loss (and its moving average), gradient norm, lr, batch, speed, data wait,
+/// time left, age of the last checkpoint; flags only where they are not zero.
 class ProgressLine {
  public:
   ProgressLine(const Quantity& budget, double start_elapsed_s) : budget_(budget), last_save_s_(start_elapsed_s) {}

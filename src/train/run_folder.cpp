@@ -60,8 +60,8 @@ void RunFolder::lock() {
   const std::string file = path_ + "/lock";
   lock_fd_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   CRAM_CHECK(lock_fd_ >= 0, ExitCode::kOther, "cannot create ", file, ": ", std::strerror(errno));
-  CRAM_CHECK(::flock(lock_fd_, LOCK_EX | LOCK_NB) == 0, ExitCode::kUsage, "another process trains in ", path_, " (it holds ",
-             file, "); wait for it or choose another run.output");
+  CRAM_CHECK(::flock(lock_fd_, LOCK_EX | LOCK_NB) == 0, ExitCode::kUsage, "another process trains in ", path_,
+             " (it holds ", file, "); wait for it or choose another run.output");
 }
 
 void RunFolder::open(const OptionTable& options, const std::map<std::string, std::string>& environment) {
@@ -81,7 +81,8 @@ std::int64_t next_attempt(const std::string& run_folder) {
   while (std::getline(metrics, line)) {
     const std::size_t key = line.rfind(kKey);
     if (key == std::string::npos || line.back() != '}') continue;  // torn by a crash
-    next = std::max(next, parse_integer(line.substr(key + kKey.size(), line.size() - 1 - key - kKey.size()), run_folder) + 1);
+    next = std::max(next,
+                    parse_integer(line.substr(key + kKey.size(), line.size() - 1 - key - kKey.size()), run_folder) + 1);
   }
   return next;
 }

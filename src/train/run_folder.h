@@ -16,8 +16,8 @@ class RunFolder {
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
-  /// Decides what `path` is, writing nothing: absent or empty (new run), ours (a run to resume), or something else, which
-  /// is Error(20).
+  /// Decides what `path` is, writing nothing: absent or empty (new run), ours (a run to resume), or something else,
+  /// which is Error(20).
   explicit RunFolder(std::string path);
 
   [[nodiscard]] const std::string& path() const { return path_; }
@@ -47,7 +47,8 @@ class RunFolder {
 /// runs/<8 hex digits of the settings that decide the numbers: model, data, train, seed>.
 [[nodiscard]] std::string default_run_path(const OptionTable& options);
 
-/// One line for each option that differs between a saved run and this command and may not: "train.lr: run 0.001, now 0.002".
+/// One line for each option that differs between a saved run and this command and may not: "train.lr: run 0.001, now
+/// 0.002".
 [[nodiscard]] std::vector<std::string> changed_settings(const std::map<std::string, std::string>& saved,
                                                         const OptionTable& options);
 

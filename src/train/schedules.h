@@ -18,11 +18,12 @@ struct ScheduleSettings {
 [[nodiscard]] std::vector<std::string> schedule_names();
 
 /// Factor on the peak learning rate at t >= 0; never negative. Throws Error(kUsage) for an unknown shape.
-/// triangle1, triangle2: Geiping & Goldstein 2023 and its public code (percentage schedules); the rest: docs/decisions.md.
+/// triangle1, triangle2: Geiping & Goldstein 2023 and its public code (percentage schedules); the rest:
+/// docs/decisions.md.
 [[nodiscard]] double schedule_factor(const ScheduleSettings& settings, double t);
 
-/// Rows of the batch at t: min(batch, floor(t/ramp * batch/quantum + 1) * quantum) until t reaches `ramp`, then `batch`;
-/// ramp 0 is off.
+/// Rows of the batch at t: min(batch, floor(t/ramp * batch/quantum + 1) * quantum) until t reaches `ramp`, then
+/// `batch`; ramp 0 is off.
 [[nodiscard]] std::int64_t ramped_batch_size(std::int64_t batch_size, std::int64_t quantum, double ramp, double t);
 
 }  // namespace cram

@@ -54,9 +54,7 @@ std::string field_integer(int number, std::int64_t value) {
   return varint(static_cast<std::uint64_t>(number) << 3) + varint(static_cast<std::uint64_t>(value));
 }
 
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
+double now_s() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
 std::string masked_crc(const std::string& bytes) {
   const std::uint32_t crc = crc32c(bytes.data(), bytes.size());
@@ -75,7 +73,8 @@ std::uint32_t crc32c(const void* data, std::size_t bytes) noexcept {
 
 TensorBoardWriter::TensorBoardWriter(const std::string& folder) {
   make_folders(folder);
-  const std::string path = concat(folder, "/events.out.tfevents.", static_cast<std::int64_t>(now_s()), ".cram.", ::getpid());
+  const std::string path =
+      concat(folder, "/events.out.tfevents.", static_cast<std::int64_t>(now_s()), ".cram.", ::getpid());
   file_.reset(std::fopen(path.c_str(), "ab"));
   CRAM_CHECK(file_, ExitCode::kOther, "cannot create ", path);
   write_record(field_double(1, now_s()) + field_text(3, "brain.Event:2"));  // Event{wall_time, file_version}

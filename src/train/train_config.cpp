@@ -63,13 +63,15 @@ void add_train_options(OptionTable& table, Config& config) {
       .also_called({"micro_batch", "mbs"})
       .free_on_resume();
   table.add("train.batch_quantum", &train.batch_quantum, "rows by which the batch grows in the ramp").range(1, 1e9);
-  table.add("train.batch_ramp", &train.batch_ramp, "fraction of the budget in which the batch grows; 0 = off").range(0, 1);
+  table.add("train.batch_ramp", &train.batch_ramp, "fraction of the budget in which the batch grows; 0 = off")
+      .range(0, 1);
   table.add("train.lr", &train.lr, "peak learning rate").range(0, 1e3).also_called({"learning_rate", "lerning_rate"});
   table.add("train.schedule", &train.schedule, "shape of the learning rate over the budget")
       .choices(schedule_names())
       .also_called({"lr_schedule", "scheduler"});
   table.add("train.warmup", &train.warmup, "fraction of the budget with a linear warm-up").range(0, 0.99);
-  table.add("train.peak_fraction", &train.peak_fraction, "part of the budget in which schedule ramp falls").range(0.001, 0.999);
+  table.add("train.peak_fraction", &train.peak_fraction, "part of the budget in which schedule ramp falls")
+      .range(0.001, 0.999);
   table.add("train.weight_decay", &train.weight_decay, "decoupled weight decay; never on norms and biases").range(0, 1);
   table.add("train.beta1", &train.beta1, "Adam's first moment decay").range(0, 0.999999);
   table.add("train.beta2", &train.beta2, "Adam's second moment decay").range(0, 0.999999);
@@ -77,7 +79,9 @@ void add_train_options(OptionTable& table, Config& config) {
   table.add("train.clip", &train.clip, "largest global gradient norm; 0 = no clipping").range(0, kMany);
   table.add("train.mask_rate", &train.mask_rate, "masked fraction of a row").range(0.001, 1);
   table.add("train.precision", &train.precision, "number format").choices({"auto", "bf16", "fp32", "fp64"});
-  table.add("train.on_nonfinite", &train.on_nonfinite, "gradient with NaN or Inf: skip the step (5 in a row halt) or halt")
+  table
+      .add("train.on_nonfinite", &train.on_nonfinite,
+           "gradient with NaN or Inf: skip the step (5 in a row halt) or halt")
       .choices({"skip", "halt"});
 
   EvalConfig& eval = config.eval;
@@ -89,10 +93,14 @@ void add_train_options(OptionTable& table, Config& config) {
       .units({"steps", "tokens", "time"})
       .free_on_resume();
   table.add("checkpoint.keep", &config.checkpoint.keep, "newest checkpoints kept").range(1, 1e6).free_on_resume();
-  table.add("checkpoint.max_failures", &config.checkpoint.max_failures, "failed saves in a row before the run stops (21)")
+  table
+      .add("checkpoint.max_failures", &config.checkpoint.max_failures,
+           "failed saves in a row before the run stops (21)")
       .range(1, 1e6)
       .free_on_resume();
-  table.add("log.every", &config.log.every, "interval of progress lines").units({"steps", "tokens", "time"}).free_on_resume();
+  table.add("log.every", &config.log.every, "interval of progress lines")
+      .units({"steps", "tokens", "time"})
+      .free_on_resume();
 }
 
 void resolve_train_config(Config& config, std::int64_t data_parallel_size) {
@@ -105,8 +113,8 @@ void resolve_train_config(Config& config, std::int64_t data_parallel_size) {
              "train.schedule=inverse-sqrt is sqrt(warmup/t) and needs train.warmup > 0, for example 0.05");
   if (t.batch_ramp == 0) t.batch_quantum = t.batch_size;
   CRAM_CHECK(t.batch_size % t.batch_quantum == 0, kBad, "train.batch_size=", t.batch_size,
-             " is not a multiple of train.batch_quantum=", t.batch_quantum, "; nearest: ",
-             nearest_multiples(t.batch_size, t.batch_quantum));
+             " is not a multiple of train.batch_quantum=", t.batch_quantum,
+             "; nearest: ", nearest_multiples(t.batch_size, t.batch_quantum));
   const std::int64_t per_micro_step = data_parallel_size * t.micro_batch_size;
   CRAM_CHECK(t.batch_quantum % per_micro_step == 0, kBad, "train.batch_quantum=", t.batch_quantum,
              t.batch_ramp == 0 ? " (the batch size, since the ramp is off)" : "", " is not a multiple of ",

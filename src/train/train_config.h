@@ -1,5 +1,5 @@
-// Settings of a training run: plain structs and the option rows of the sections run, data, train, eval, checkpoint, log.
-// The defaults are the one-day recipe (Geiping & Goldstein, ICML 2023).
+// Settings of a training run: plain structs and the option rows of the sections run, data, train, eval, checkpoint,
+// log. The defaults are the one-day recipe (Geiping & Goldstein, ICML 2023).
 #pragma once
 
 #include <cstdint>

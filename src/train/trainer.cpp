@@ -14,9 +14,7 @@ namespace {
 
 constexpr std::int64_t kSkipsThatHalt = 5;
 
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 LoaderSettings loader_settings(const Config& config, const ParameterStore& store) {
   LoaderSettings settings;
@@ -90,8 +88,11 @@ bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
     const double wait_from_s = now_s();
     const Batch batch = loader_->next();
     record.data_wait_s += now_s() - wait_from_s;
-    const auto on_device = [&](const at::Tensor& host) { return host.to(parts_.store.device(), /*non_blocking=*/true); };
-    loss_sum.add_(parts_.encoder.forward_backward(on_device(batch.ids), on_device(batch.positions), on_device(batch.labels)));
+    const auto on_device = [&](const at::Tensor& host) {
+      return host.to(parts_.store.device(), /*non_blocking=*/true);
+    };
+    loss_sum.add_(
+        parts_.encoder.forward_backward(on_device(batch.ids), on_device(batch.positions), on_device(batch.labels)));
     masked += batch.labels.numel();
   }
   // The gradients are those of the loss sum; one factor turns them into the clipped gradient of the mean.
@@ -103,12 +104,14 @@ bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
     const std::int64_t update = progress_.step - progress_.skipped + 1;
     optimizer_.update(update, plan.lr, clip_factor(record.grad_norm, train_.clip) / count);
   } else {
-    const std::string what = concat("step ", progress_.step + 1, ": loss ", record.loss, ", gradient norm ", record.grad_norm);
+    const std::string what =
+        concat("step ", progress_.step + 1, ": loss ", record.loss, ", gradient norm ", record.grad_norm);
     progress_.skipped += 1;
     progress_.skipped_in_a_row += 1;
     metrics_.event("non-finite", what, progress_);
     CRAM_CHECK(train_.on_nonfinite == "skip" && progress_.skipped_in_a_row < kSkipsThatHalt, ExitCode::kNonFinite, what,
-               " is not finite (", progress_.skipped_in_a_row, " in a row); lower train.lr and resume from the last checkpoint");
+               " is not finite (", progress_.skipped_in_a_row,
+               " in a row); lower train.lr and resume from the last checkpoint");
     log_warning(what, " is not finite: the update is skipped");
     parts_.store.zero_grad();
   }
@@ -139,7 +142,8 @@ void Trainer::report(const StepPlan& plan, const StepRecord& measured, const Pro
 void Trainer::announce_epoch(std::int64_t consumed_before) const {
   const std::int64_t rows = parts_.shards->rows();
   if (consumed_before / rows != progress_.consumed_samples / rows) {
-    log_info("epoch ", progress_.consumed_samples / rows + 1, " starts: the ", rows, " rows are read again with new masks");
+    log_info("epoch ", progress_.consumed_samples / rows + 1, " starts: the ", rows,
+             " rows are read again with new masks");
   }
 }
 
@@ -155,8 +159,7 @@ void Trainer::save() {
   if (last_saved_step_ == progress_.step) return;
   parts_.checkpoint_info.progress = progress_;
   const double start_s = now_s();
-  const std::uintmax_t bytes =
-      checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep);
+  const std::uintmax_t bytes = checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep);
   last_saved_step_ = progress_.step;
   progress_line_.saved(progress_.elapsed_s);
   metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", now_s() - start_s, " s"), progress_);
@@ -178,7 +181,8 @@ Summary Trainer::finish() {
   live_line("");
   const bool preempted = signals_.received() != 0;
   clock_.pause();
-  if (preempted) say(stop_reason_, ": saving step ", progress_.step, " and leaving; run the same command again to resume");
+  if (preempted)
+    say(stop_reason_, ": saving step ", progress_.step, " and leaving; run the same command again to resume");
   save();
   const bool ended = stop_reason_ == "budget" || stop_reason_ == "replay ends";
   if (ended && last_eval_step_ != progress_.step) {

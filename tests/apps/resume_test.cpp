@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "support/tiny_corpus.h"
 #include "base/digest.h"
 #include "base/hdf5_file.h"
+#include "support/tiny_corpus.h"
 
 namespace cram::test {
 namespace {
@@ -97,6 +97,26 @@ TEST(ReplayClock, RepeatsAWallClockRun) {
                              where));
   EXPECT_GT(loss_log(out / "wall").size(), 3U);
   EXPECT_EQ(loss_log(out / "wall"), loss_log(out / "again"));
+}
+
+// Step k uses the budget consumed before it: (k-1)/10 of it with a budget of 10 steps.
+TEST(Schedule, FollowsTheBudgetConsumedBeforeAStep) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  expect_exit(0, run_program(tiny_train(out / "r", {"train.budget=10steps", "train.batch_quantum=64", "train.lr=1e-2"}),
+                             where));
+  const auto steps = metrics(out / "r", "train");
+  ASSERT_EQ(steps.size(), 10U);
+  // triangle2: 0.25 + t up to t = 0.75, then (1 - t)/0.25; ramp: one quantum of 64 until half of 0.6, two after.
+  const double factors[] = {0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95, 0.8, 0.4};
+  const std::int64_t batches[] = {64, 64, 64, 128, 128, 128, 128, 128, 128, 128};
+  std::int64_t tokens = 0;
+  for (std::size_t i = 0; i < 10; ++i) {
+    EXPECT_NEAR(steps[i].at("lr").get<double>(), 1e-2 * factors[i], 1e-15) << i;
+    EXPECT_EQ(steps[i].at("batch_size"), batches[i]) << i;
+    tokens += batches[i] * 32;
+    EXPECT_EQ(steps[i].at("tokens"), tokens) << i;
+  }
 }
 
 TEST(MicroBatch, DoesNotChangeTheNumbersBeyondRounding) {

@@ -145,6 +145,10 @@ TEST(Overrides, MalformedOnesNameKeyAndNearest) {
   const std::vector<Case> cases = {
       {"", "section.key=value"},
       {"train.lr", "train.lr", "section.key=value"},
+      {"run.output=a\xff", "run.output", "UTF-8"},
+      {"run.output=\xed\xa0\x80", "run.output", "UTF-8"},
+      {"run.output=\xc0\xaf", "run.output", "UTF-8"},
+      {"run.output=caf\xc3", "run.output", "UTF-8"},
       {"=1", "section.key=value"},
       {"train.lr=", "train.lr"},
       {"train.lr=1,5", "train.lr", "1,5"},
@@ -254,6 +258,9 @@ TEST(TomlFiles, MalformedOnesNameFileLineAndKey) {
       // Not TOML.
       {"[train\nlr = 1\n", "c.toml:1:"},
       {"[train]\nlr 1\n", "c.toml:2:"},
+      {"[trian]\n", "c.toml:1:", "train"},
+      {"[train]\n[modle]\n", "c.toml:2:", "model"},
+      {"[train.deeper]\n", "c.toml:1:", "train.deeper"},
       {"[train]\nlr =\n", "c.toml:2:"},
       {"[train]\nlr = 1e-3x\n", "c.toml:2:"},
       {"[train]\nlr = 1,5\n", "c.toml:2:"},
@@ -326,6 +333,12 @@ TEST(TomlFiles, MalformedOnesNameFileLineAndKey) {
     expect_error(
         ExitCode::kUsage, {c.word, c.word2}, [&] { f.load(c.text); }, c.text.substr(0, 60));
   }
+}
+
+TEST(TomlFiles, KnownSectionsMayBeEmpty) {
+  Fixture f;
+  f.load("[train]\n# lr = 1\n[model]\nlayers = 3\n");
+  EXPECT_EQ(f.s.layers, 3);
 }
 
 TEST(TomlFiles, TheFirstErrorOfTheFileIsReported) {

@@ -56,7 +56,8 @@ inline void check_all_gather(Communicator& c) {
     for (const std::int64_t count : kCounts) {
       const at::Tensor out = at::full({c.size() * count}, -1, type);
       c.all_gather(out, numbered(count, c.rank(), type));
-      for (int r = 0; r < c.size(); ++r) require_equal(out.narrow(0, r * count, count), numbered(count, r, type), "all_gather");
+      for (int r = 0; r < c.size(); ++r)
+        require_equal(out.narrow(0, r * count, count), numbered(count, r, type), "all_gather");
     }
   }
 }
@@ -66,7 +67,8 @@ inline void check_reduce_scatter(Communicator& c) {
     for (const std::int64_t count : kCounts) {
       const at::Tensor out = at::full({count}, -1, type);
       c.reduce_scatter(out, numbered(c.size() * count, c.rank(), type));
-      require_equal(out, sum_over_ranks(c.size() * count, c.size(), type).narrow(0, c.rank() * count, count), "reduce_scatter");
+      require_equal(out, sum_over_ranks(c.size() * count, c.size(), type).narrow(0, c.rank() * count, count),
+                    "reduce_scatter");
     }
   }
 }
@@ -94,7 +96,8 @@ inline void check_exchange(Communicator& c) {
       }
       c.exchange_(sends, receives);
       for (int r = 0; r < c.size(); ++r) {
-        require_equal(receives[static_cast<std::size_t>(r)].tensor, numbered(count, 10 * r + c.rank(), type), "exchange_");
+        require_equal(receives[static_cast<std::size_t>(r)].tensor, numbered(count, 10 * r + c.rank(), type),
+                      "exchange_");
       }
       const at::Tensor from_left = at::full({count}, -1, type);
       const int right = (c.rank() + 1) % c.size();
@@ -139,7 +142,8 @@ inline void check_asynchronous(Communicator& c) {
   reduce_a.wait();  // a second time is nothing
   require_equal(a, sum_over_ranks(1000, c.size(), at::kFloat), "first all_reduce");
   require_equal(b, sum_over_ranks(77, c.size(), at::kFloat), "second all_reduce");
-  for (int r = 0; r < c.size(); ++r) require_equal(gathered.narrow(0, r * 5, 5), numbered(5, r, at::kFloat), "all_gather");
+  for (int r = 0; r < c.size(); ++r)
+    require_equal(gathered.narrow(0, r * 5, 5), numbered(5, r, at::kFloat), "all_gather");
 }
 
 /// Even and odd ranks, keys in reverse order.
@@ -168,7 +172,8 @@ inline void check_same_bits(Communicator& c) {
   const at::Tensor everybody = at::empty({c.size() * values.numel()}, at::kFloat);
   c.all_gather(everybody, values);
   for (int r = 0; r < c.size(); ++r) {
-    require_equal(everybody.narrow(0, r * values.numel(), values.numel()), values, "the sum's bits differ between ranks");
+    require_equal(everybody.narrow(0, r * values.numel(), values.numel()), values,
+                  "the sum's bits differ between ranks");
   }
 }
 
@@ -202,7 +207,8 @@ inline void check_refusals(Communicator& c) {
   require(refused([&] { c.all_reduce_(at::ones({4, 4}).t()); }), "a tensor that is not contiguous");
   require(refused([&] { c.all_reduce_(at::Tensor()); }), "an undefined tensor");
   require(refused([&] { c.all_gather(at::ones({c.size() * 3 + 1}), at::ones({3})); }), "a gather of the wrong size");
-  require(refused([&] { c.reduce_scatter(at::ones({3}), at::ones({c.size() * 3 + 1})); }), "a scatter of the wrong size");
+  require(refused([&] { c.reduce_scatter(at::ones({3}), at::ones({c.size() * 3 + 1})); }),
+          "a scatter of the wrong size");
   require(refused([&] { c.all_gather(at::ones({c.size()}), at::ones({1}, at::kDouble)); }), "two types");
   require(refused([&] { c.send(at::ones({1}), c.size()); }), "an unknown peer");
   require(refused([&] { c.broadcast_(at::ones({1}), -1); }), "an unknown root");
@@ -216,10 +222,18 @@ struct SuiteRow {
   void (*check)(Communicator&);
 };
 constexpr SuiteRow kSuite[] = {
-    {"AllReduce", check_all_reduce}, {"AllGather", check_all_gather},       {"ReduceScatter", check_reduce_scatter},
-    {"Broadcast", check_broadcast},  {"Exchange", check_exchange},          {"MessageOrder", check_message_order},
-    {"SendRecv", check_send_recv},   {"Asynchronous", check_asynchronous},  {"Split", check_split},
-    {"SameBits", check_same_bits},   {"Trace", check_trace},                {"Refusals", check_refusals},
+    {"AllReduce", check_all_reduce},
+    {"AllGather", check_all_gather},
+    {"ReduceScatter", check_reduce_scatter},
+    {"Broadcast", check_broadcast},
+    {"Exchange", check_exchange},
+    {"MessageOrder", check_message_order},
+    {"SendRecv", check_send_recv},
+    {"Asynchronous", check_asynchronous},
+    {"Split", check_split},
+    {"SameBits", check_same_bits},
+    {"Trace", check_trace},
+    {"Refusals", check_refusals},
 };
 
 }  // namespace cram::test

@@ -1,5 +1,5 @@
-// The conformance suite under mpirun; the number of ranks is fixed in CMake. Any rank's failure fails the test on rank 0,
-// whose output ctest reads, and a rank that throws ends the job.
+// The conformance suite under mpirun; the number of ranks is fixed in CMake. Any rank's failure fails the test on rank
+// 0, whose output ctest reads, and a rank that throws ends the job.
 #include "parallel/communicator_suite.h"
 #include "parallel/mpi_environment.h"
 

@@ -11,8 +11,8 @@
 
 namespace cram::test {
 
-/// Runs `body` on `size` threads with a communicator each. A rank that throws drops its communicator, so that the others
-/// end too. Returns the messages, "" where a rank ended well.
+/// Runs `body` on `size` threads with a communicator each. A rank that throws drops its communicator, so that the
+/// others end too. Returns the messages, "" where a rank ended well.
 inline std::vector<std::string> run_ranks(int size, const std::function<void(Communicator&)>& body) {
   std::vector<std::unique_ptr<Communicator>> ranks = make_thread_communicators(size);
   std::vector<std::string> messages(static_cast<std::size_t>(size));

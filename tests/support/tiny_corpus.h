@@ -23,8 +23,8 @@ inline const std::string& tiny_corpus() {
     }
     text.close();
     const std::string where = folder.path().string();
-    const ProgramResult tokenizer = run_program(
-        {"cram_data", "tokenizer", "--input", "c.txt", "--output", "t", "--vocab-size", "500"}, where);
+    const ProgramResult tokenizer =
+        run_program({"cram_data", "tokenizer", "--input", "c.txt", "--output", "t", "--vocab-size", "500"}, where);
     EXPECT_EQ(tokenizer.exit_code, 0) << tokenizer.out;
     const ProgramResult pack = run_program(
         {"cram_data", "pack", "--input", "c.txt", "--tokenizer", "t", "--output", "s", "--seq-length", "32"}, where);
@@ -36,10 +36,10 @@ inline const std::string& tiny_corpus() {
 
 /// cram_train on the tiny corpus, with one thread; later arguments override earlier ones.
 inline std::vector<std::string> tiny_train(const std::string& output, std::vector<std::string> more) {
-  std::vector<std::string> argv = {"cram_train",      "model.layers=2",           "model.hidden=64",
-                                   "model.heads=2",   "model.ffn=128",            "data.shards=s",
-                                   "run.threads=1",   "train.batch_size=128",     "train.micro_batch_size=64",
-                                   "train.lr=2e-3",   "eval.rows=16",             "run.output=" + output};
+  std::vector<std::string> argv = {"cram_train",    "model.layers=2",       "model.hidden=64",
+                                   "model.heads=2", "model.ffn=128",        "data.shards=s",
+                                   "run.threads=1", "train.batch_size=128", "train.micro_batch_size=64",
+                                   "train.lr=2e-3", "eval.rows=16",         "run.output=" + output};
   argv.insert(argv.end(), more.begin(), more.end());
   return argv;
 }
@@ -75,7 +75,8 @@ inline std::vector<std::string> checkpoints(const std::string& run_folder) {
   std::vector<std::string> names;
   const std::filesystem::path folder = run_folder + "/checkpoints";
   if (!std::filesystem::exists(folder)) return names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) names.push_back(entry.path().filename().string());
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    names.push_back(entry.path().filename().string());
   std::sort(names.begin(), names.end());
   return names;
 }

@@ -18,16 +18,15 @@ constexpr std::int64_t kLossBlockElements = 8 << 20;
 }  // namespace
 
 NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-  auto [y, mean, rstd] =
-      at::native_layer_norm(x, {x.size(-1)}, weight_for(x, weight), weight_for(x, bias), eps);
+  auto [y, mean, rstd] = at::native_layer_norm(x, {x.size(-1)}, weight_for(x, weight), weight_for(x, bias), eps);
   return {y, mean, rstd};
 }
 
 at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
                                const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& weight_grad,
                                const at::Tensor& bias_grad) {
-  auto [dx, dweight, dbias] = at::native_layer_norm_backward(dy, x, {x.size(-1)}, saved.mean, saved.rstd,
-                                                             weight_for(x, weight), weight_for(x, bias), {true, true, true});
+  auto [dx, dweight, dbias] = at::native_layer_norm_backward(
+      dy, x, {x.size(-1)}, saved.mean, saved.rstd, weight_for(x, weight), weight_for(x, bias), {true, true, true});
   weight_grad.add_(dweight);
   bias_grad.add_(dbias);
   return dx;
@@ -60,13 +59,14 @@ CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, 
   const std::int64_t rows = logits.size(0);
   const std::int64_t block = std::max<std::int64_t>(1, kLossBlockElements / std::max<std::int64_t>(1, logits.size(1)));
   const at::ScalarType wide = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  CrossEntropy out{at::zeros({}, logits.options().dtype(at::kDouble)), at::zeros({}, labels.options().dtype(at::kLong))};
+  CrossEntropy out{at::zeros({}, logits.options().dtype(at::kDouble)),
+                   at::zeros({}, labels.options().dtype(at::kLong))};
   for (std::int64_t begin = 0; begin < rows; begin += block) {
     const std::int64_t count = std::min(block, rows - begin);
     const at::Tensor rounded = logits.narrow(0, begin, count);
-    const at::Tensor f = rounded.to(wide);                                        // [count,V]
-    const at::Tensor target = labels.narrow(0, begin, count).unsqueeze(1);        // [count,1]
-    const at::Tensor log_sum = at::logsumexp(f, {1}, /*keepdim=*/true);           // [count,1]
+    const at::Tensor f = rounded.to(wide);                                  // [count,V]
+    const at::Tensor target = labels.narrow(0, begin, count).unsqueeze(1);  // [count,1]
+    const at::Tensor log_sum = at::logsumexp(f, {1}, /*keepdim=*/true);     // [count,1]
     out.loss_sum.add_((log_sum - f.gather(1, target)).sum(at::kDouble));
     if (write_gradient) {
       at::Tensor p = at::sub(f, log_sum).exp_();
