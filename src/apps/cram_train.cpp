@@ -5,9 +5,9 @@
 
 #include "apps/program.h"
 #include "apps/train_session.h"
-#include "base/check.h"
 #include "base/log.h"
 #include "base/version.h"
+#include "parallel/mpi_environment.h"
 
 namespace {
 
@@ -47,10 +47,18 @@ int run(int argc, char** argv) {
   cram::configure_log({.rank = launch.rank, .world_size = launch.world_size});
   const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"),
                                    command.has("verify")};
-  CRAM_CHECK(launch.world_size == 1, cram::ExitCode::kUsage, "started with ", launch.world_size,
-             " ranks; this version trains on one: use mpirun -n 1");
   const cram::MpiEnvironment mpi(launch, &argc, &argv);
-  return cram::run_training(config, options, request, launch);
+  // Inside the scope of MPI: a rank that fails must end the job before it would wait for the others in MPI_Finalize.
+  return cram::guarded_main(
+      "cram_train",
+      [&] {
+        const std::unique_ptr<cram::Communicator> world =
+            launch.world_size > 1 ? cram::make_mpi_communicator() : cram::make_self_communicator();
+        return cram::run_training(config, options, request, launch, *world);
+      },
+      [&](int exit_code) {
+        if (launch.world_size > 1) mpi.abort(exit_code);
+      });
 }
 
 }  // namespace

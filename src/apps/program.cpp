@@ -18,10 +18,12 @@ bool is_out_of_memory(const std::string& what) {
 
 }  // namespace
 
-int guarded_main(const std::string& program, const std::function<int()>& body) {
+int guarded_main(const std::string& program, const std::function<int()>& body,
+                 const std::function<void(int)>& on_failure) {
   const auto report = [&](const std::string& what, ExitCode code) {
     live_line("");
     log_message(LogLevel::kError, program + ": " + what);
+    if (on_failure) on_failure(static_cast<int>(code));
     return static_cast<int>(code);
   };
   try {

@@ -7,8 +7,10 @@
 
 namespace cram {
 
-/// Runs `body`, reports any exception on stderr in one message and returns the documented exit code.
-[[nodiscard]] int guarded_main(const std::string& program, const std::function<int()>& body);
+/// Runs `body`, reports any exception on stderr in one message and returns the documented exit code. `on_failure` gets
+/// that code after the report, for a program of several ranks that must not be left waiting.
+[[nodiscard]] int guarded_main(const std::string& program, const std::function<int()>& body,
+                               const std::function<void(int)>& on_failure = {});
 
 /// A flag of a program: "--config FILE" (takes a value) or "--fresh".
 struct Flag {

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -12,6 +13,9 @@
 #include "data/tokenizer.h"
 #include "eval/fill_mask.h"
 #include "eval/mlm.h"
+#include "parallel/agreement.h"
+#include "parallel/mesh.h"
+#include "parallel/mpi_environment.h"
 #include "train/device.h"
 #include "train/schedules.h"
 #include "train/trainer.h"
@@ -59,8 +63,9 @@ std::int64_t masked_in_row(const Config& config) {
 }
 
 void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
-                 const Data& data) {
+                 const Mesh& mesh, const Data& data) {
   say(choice.reason);
+  if (mesh.world().size() > 1) say("ranks: ", mesh.world().size(), ", layout ", mesh.layout().text());
   say("cram ", version(), " (", build_description(), "; ", mpi_version(), "; started by ", launch.launcher, ")");
   std::string section, line;
   for (const Option& row : options.rows()) {
@@ -102,9 +107,8 @@ void print_dry_run(const Config& config, const ParameterStore& registered) {
   for (ParamId id = 0; id < registered.size(); ++id) numel += static_cast<std::uintmax_t>(registered.local_numel(id));
   const bool bf16 = config.train.precision == "bf16";
   const std::uintmax_t bytes = numel * (config.train.precision == "fp64" ? 32 : bf16 ? 18 : 16);
-  say("dry run: 1 rank (data 1 x tensor 1 x pipeline 1), ", registered.size(), " tensors, ", numel, " elements, ",
-      format_count(static_cast<double>(bytes)),
-      "B for weights, gradients and moments; nothing was allocated or written");
+  say("dry run: ", registered.size(), " tensors, ", numel, " elements, ", format_count(static_cast<double>(bytes)),
+      "B a rank for weights, gradients and moments; nothing was allocated or written");
 }
 
 void show_fills(Encoder& encoder, at::Device device, const Tokenizer& tokenizer) {
@@ -144,18 +148,15 @@ void print_summary(const Summary& s, const Config& config, const std::string& ru
   say("run folder: ", run_folder, " (config.toml, metrics.jsonl, checkpoints/, tb/)");
 }
 
-// Loads the newest valid checkpoint, or initial weights when there is none.
-CheckpointInfo resume_or_initialize(const Config& config, const OptionTable& options, RunFolder& folder,
-                                    const CheckpointInfo& now, bool force, ParameterStore& store) {
-  const std::int64_t attempt = next_attempt(folder.path());
-  std::optional<CheckpointFolder::Found> found;
-  if (!folder.is_new()) found = CheckpointFolder(folder.checkpoints()).newest_valid();
+// The newest valid checkpoint this command may go on from, "" for a run that starts. Warns about what changed; refuses
+// what must not.
+std::string checkpoint_to_resume(const OptionTable& options, const RunFolder& folder, const CheckpointInfo& now,
+                                 bool force) {
+  if (folder.is_new()) return "";
+  const std::optional<CheckpointFolder::Found> found = CheckpointFolder(folder.checkpoints()).newest_valid();
   if (!found) {
-    if (!folder.is_new()) say("no committed checkpoint in ", folder.path(), ": starting at step 0");
-    store.initialize(static_cast<std::uint64_t>(config.run.seed));
-    CheckpointInfo info = now;
-    info.progress.attempt = attempt;
-    return info;
+    say("no committed checkpoint in ", folder.path(), ": starting at step 0");
+    return "";
   }
   std::vector<std::string> changes = changed_settings(found->info.settings, options);
   for (const auto& [what, digest] : now.identity) {
@@ -178,12 +179,8 @@ CheckpointInfo resume_or_initialize(const Config& config, const OptionTable& opt
     }
   }
   if (!differences.empty()) log_warning("resuming in another environment, last digits may differ:", differences);
-  load_checkpoint(found->path, store);
-  CheckpointInfo info = now;
-  info.progress = found->info.progress;
-  info.progress.attempt = attempt;
-  say("resuming after step ", format_grouped(info.progress.step), " from ", found->path);
-  return info;
+  say("resuming from ", found->path);
+  return found->path;
 }
 
 void warn_if_disk_is_small(const Config& config, const ParameterStore& store, const std::string& folder) {
@@ -196,7 +193,7 @@ void warn_if_disk_is_small(const Config& config, const ParameterStore& store, co
   }
 }
 
-int verify_everything(const RunFolder& folder) {
+void verify_everything(const RunFolder& folder) {
   say("data: every shard matches its digest");
   const std::vector<std::string> steps = CheckpointFolder(folder.checkpoints()).committed();
   for (const std::string& step : steps) {
@@ -204,57 +201,87 @@ int verify_everything(const RunFolder& folder) {
     say("checkpoint ", step, " verifies");
   }
   if (steps.empty()) say("no committed checkpoint in ", folder.path());
-  return 0;
 }
 
 }  // namespace
 
-int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch) {
-  resolve_train_config(config, /*data_parallel_size=*/1);
+int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
+                 Communicator& world) {
+  const Mesh mesh(world, Layout{.tensor = 1, .pipeline = 1, .data = world.size()});
+  resolve_train_config(config, mesh.layout().data);
   const Data data = open_data(config, request.verify);
   check_model_config(config.model);
   const bool alone_under_mpirun = launch.launcher != "none" && launch.local_size == 1;
-  const DeviceChoice choice = choose_device(config, available_processors(alone_under_mpirun));
+  const int processors = std::max(1, available_processors(alone_under_mpirun) / launch.local_size);
+  const DeviceChoice choice = choose_device(config, processors);
   if (config.run.output.empty()) config.run.output = default_run_path(options);
-  RunFolder folder(config.run.output);
-  if (request.verify) return verify_everything(folder);
 
   ParameterStore store;
   Encoder encoder(config.model, store);
-  print_start(config, options, choice, launch, data);
-  if (request.dry_run) {
-    print_dry_run(config, store);
-    return 0;
-  }
+  CheckpointInfo info;
+  info.settings = options.values();
+  info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
+  info.environment = describe_environment(choice, mesh.layout());
 
-  if (request.fresh) folder.set_aside();
-  folder.lock();
+  // The run folder is rank 0's business; the others learn where to resume from.
+  std::optional<RunFolder> folder;
+  std::string resume_from;
+  bool stop_here = false;
+  on_root(world, [&] {
+    folder.emplace(config.run.output);
+    if (request.verify) {
+      verify_everything(*folder);
+      stop_here = true;
+      return;
+    }
+    print_start(config, options, choice, launch, mesh, data);
+    if (request.dry_run) {
+      print_dry_run(config, store);
+      stop_here = true;
+      return;
+    }
+    if (request.fresh) folder->set_aside();
+    folder->lock();
+    info.progress.attempt = next_attempt(folder->path());
+    resume_from = checkpoint_to_resume(options, *folder, info, request.force);
+    folder->open(options, info.environment);
+  });
+  if (agree_on_largest(world, stop_here ? 1 : 0) != 0) return 0;
+  resume_from = broadcast_text(world, resume_from);
+  info.progress.attempt = agree_on_largest(world, info.progress.attempt);
+  if (world.rank() > 0) open_log_file(rank_log_path(config.run.output, world.rank()));
+
   const at::NoGradGuard no_grad;  // the backward pass is explicit
   store.allocate(choice.precision, choice.device);
-  CheckpointInfo now;
-  now.settings = options.values();
-  now.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
-  now.environment = describe_environment(choice);
-  const CheckpointInfo info = resume_or_initialize(config, options, folder, now, request.force, store);
-  folder.open(options, now.environment);
-  warn_if_disk_is_small(config, store, folder.path());
+  if (resume_from.empty()) {
+    store.initialize(static_cast<std::uint64_t>(config.run.seed));
+  } else {
+    const std::int64_t attempt = info.progress.attempt;
+    info.progress = verify_checkpoint(resume_from).progress;
+    info.progress.attempt = attempt;
+    load_checkpoint(resume_from, store);
+    say("resuming after step ", format_grouped(info.progress.step));
+  }
+  warn_if_disk_is_small(config, store, config.run.output);
 
   const Tokenizer tokenizer = Tokenizer::load(config.data.shards);
   const MlmEvalSettings eval_settings{config.eval.rows, config.train.micro_batch_size, config.train.mask_rate};
   const auto evaluate = [&] {
-    const EvalRecord record = evaluate_mlm(encoder, choice.device, *data.validation, eval_settings);
+    const EvalRecord record = evaluate_mlm(encoder, choice.device, *data.validation, eval_settings, mesh.data());
     say("  held-out loss ", fixed3(record.loss), ", accuracy ", fixed3(100 * record.accuracy), "% of ",
         format_grouped(record.masked), " masked tokens");
-    show_fills(encoder, choice.device, tokenizer);
+    if (world.rank() == 0) show_fills(encoder, choice.device, tokenizer);
     return record;
   };
   Summary summary;
   {
-    Trainer trainer({config, encoder, store, data.train, folder.path(), info, evaluate});
+    Trainer trainer({config, mesh, encoder, store, data.train, config.run.output, info, evaluate});
     summary = trainer.run();
   }
-  if (summary.eval) print_baselines(config, data, *summary.eval);
-  print_summary(summary, config, folder.path());
+  if (world.rank() == 0) {
+    if (summary.eval) print_baselines(config, data, *summary.eval);
+    print_summary(summary, config, config.run.output);
+  }
   const bool preempted = summary.reason.rfind("SIG", 0) == 0;
   return static_cast<int>(preempted ? ExitCode::kPreempted : ExitCode::kOk);
 }

@@ -5,7 +5,8 @@
 #include <vector>
 
 #include "base/options.h"
-#include "parallel/mpi_environment.h"
+#include "parallel/communicator.h"
+#include "parallel/launch.h"
 #include "train/train_config.h"
 
 namespace cram {
@@ -17,7 +18,9 @@ struct TrainRequest {
   bool verify = false;   ///< check shards and checkpoints byte by byte and stop
 };
 
-/// `config` is what `options` points to. Returns the exit code; throws Error.
-[[nodiscard]] int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch);
+/// `config` is what `options` points to; every rank of `world` calls it with the same arguments. Returns the exit code;
+/// throws Error, on one rank or on all, so the caller ends the job when this throws.
+[[nodiscard]] int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
+                               Communicator& world);
 
 }  // namespace cram

@@ -8,25 +8,28 @@
 
 namespace cram {
 
-EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation, const MlmEvalSettings& settings) {
+EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation, const MlmEvalSettings& settings, Communicator& data) {
   const MaskSettings masks{.seed = 0,
                            .vocab_size = validation.vocab_size(),
                            .seq_length = validation.seq_length(),
                            .mask_rate = settings.mask_rate};
   const std::int64_t rows = std::min(settings.rows, validation.rows());
-  double loss_sum = 0;
-  std::int64_t correct = 0;
-  EvalRecord record;
-  for (std::int64_t first = 0; first < rows; first += settings.micro_batch) {
+  const at::Tensor totals = at::zeros({3}, at::kDouble);  // loss sum, correct, masked
+  const std::int64_t stride = settings.micro_batch * data.size();
+  for (std::int64_t first = settings.micro_batch * data.rank(); first < rows; first += stride) {
     const Batch batch = make_batch(validation, first, std::min(settings.micro_batch, rows - first), masks);
     const Encoder::Evaluation result =
         encoder.evaluate(batch.ids.to(device), batch.positions.to(device), batch.labels.to(device));
-    loss_sum += result.loss_sum.item<double>();
-    correct += result.correct.item<std::int64_t>();
-    record.masked += batch.labels.numel();
+    totals.add_(at::tensor({result.loss_sum.item<double>(), static_cast<double>(result.correct.item<std::int64_t>()),
+                            static_cast<double>(batch.labels.numel())},
+                           at::kDouble));
   }
-  record.loss = loss_sum / static_cast<double>(record.masked);
-  record.accuracy = static_cast<double>(correct) / static_cast<double>(record.masked);
+  data.all_reduce_(totals);
+  const double masked = totals[2].item<double>();
+  EvalRecord record;
+  record.masked = static_cast<std::int64_t>(masked);
+  record.loss = totals[0].item<double>() / masked;
+  record.accuracy = totals[1].item<double>() / masked;
   return record;
 }
 

@@ -5,6 +5,7 @@
 
 #include "data/shard_set.h"
 #include "model/encoder.h"
+#include "parallel/communicator.h"
 #include "train/metrics.h"
 
 namespace cram {
@@ -15,7 +16,8 @@ struct MlmEvalSettings {
   double mask_rate = 0.25;
 };
 
+/// The ranks of `data` share the rows; the result is the same on all of them.
 [[nodiscard]] EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation,
-                                      const MlmEvalSettings& settings);
+                                      const MlmEvalSettings& settings, Communicator& data);
 
 }  // namespace cram

@@ -66,7 +66,7 @@ DeviceChoice choose_device(Config& config, int processors) {
   return choice;
 }
 
-std::map<std::string, std::string> describe_environment(const DeviceChoice& choice) {
+std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout) {
   char host[256] = "?";
   (void)::gethostname(host, sizeof host - 1);
   return {{"cram", version()},
@@ -75,6 +75,7 @@ std::map<std::string, std::string> describe_environment(const DeviceChoice& choi
           {"threads", std::to_string(choice.threads)},
           {"cpu_capability", at::get_cpu_capability()},
           {"device", choice.device.str()},
+          {"layout", layout.text()},
           {"host", host}};
 }
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "model/parameter_store.h"
+#include "parallel/mesh.h"
 #include "train/train_config.h"
 
 namespace cram {
@@ -22,7 +23,7 @@ struct DeviceChoice {
 /// the resolved values back and sets torch's thread count. `processors`: how many this process may use.
 [[nodiscard]] DeviceChoice choose_device(Config& config, int processors);
 
-/// Build, library versions and whatever can change bits (threads, instruction set, device).
-[[nodiscard]] std::map<std::string, std::string> describe_environment(const DeviceChoice& choice);
+/// Build, library versions and whatever can change bits (threads, instruction set, device, layout).
+[[nodiscard]] std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout);
 
 }  // namespace cram

@@ -45,10 +45,12 @@ MetricsFiles::File MetricsFiles::open(const std::string& path) {
   return file;
 }
 
-MetricsFiles::MetricsFiles(const std::string& run_folder)
-    : metrics_(open(run_folder + "/metrics.jsonl")),
-      clock_log_(open(run_folder + "/clock.log")),
-      tensorboard_(run_folder + "/tb") {}
+MetricsFiles::MetricsFiles(const std::string& run_folder, bool writes) {
+  if (!writes) return;
+  metrics_ = open(run_folder + "/metrics.jsonl");
+  clock_log_ = open(run_folder + "/clock.log");
+  tensorboard_.emplace(run_folder + "/tb");
+}
 
 void MetricsFiles::write(const std::string& line) {
   std::fputs((line + "\n").c_str(), metrics_.get());
@@ -56,6 +58,7 @@ void MetricsFiles::write(const std::string& line) {
 }
 
 void MetricsFiles::train(const StepRecord& r, const Progress& p, double budget_fraction, double left_s) {
+  if (!metrics_) return;
   write(concat(
       R"({"kind":"train","step":)", r.step, ",\"loss\":", format_double17(r.loss), ",\"lr\":", format_double17(r.lr),
       ",\"grad_norm\":", format_double17(r.grad_norm), ",\"batch_size\":", r.batch_size, ",\"tokens\":", p.tokens,
@@ -66,29 +69,32 @@ void MetricsFiles::train(const StepRecord& r, const Progress& p, double budget_f
   std::fprintf(clock_log_.get(), "%lld %.17g %lld\n", static_cast<long long>(r.step), r.fraction,
                static_cast<long long>(r.batch_size));
   std::fflush(clock_log_.get());
-  tensorboard_.scalar("train/loss", r.step, r.loss);
-  tensorboard_.scalar("train/grad_norm", r.step, r.grad_norm);
-  tensorboard_.scalar("train/lr", r.step, r.lr);
-  tensorboard_.scalar("train/batch_size", r.step, static_cast<double>(r.batch_size));
-  tensorboard_.scalar("train/tokens_per_s", r.step, r.tokens_per_s);
-  tensorboard_.flush();
+  tensorboard_->scalar("train/loss", r.step, r.loss);
+  tensorboard_->scalar("train/grad_norm", r.step, r.grad_norm);
+  tensorboard_->scalar("train/lr", r.step, r.lr);
+  tensorboard_->scalar("train/batch_size", r.step, static_cast<double>(r.batch_size));
+  tensorboard_->scalar("train/tokens_per_s", r.step, r.tokens_per_s);
+  tensorboard_->flush();
 }
 
 void MetricsFiles::eval(const EvalRecord& r, const Progress& p) {
+  if (!metrics_) return;
   write(concat(R"({"kind":"eval","step":)", p.step, ",\"eval_loss\":", format_double17(r.loss),
                ",\"eval_accuracy\":", format_double17(r.accuracy), ",\"masked\":", r.masked, ",\"tokens\":", p.tokens,
                ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"attempt\":", p.attempt, "}"));
-  tensorboard_.scalar("eval/loss", p.step, r.loss);
-  tensorboard_.scalar("eval/accuracy", p.step, r.accuracy);
-  tensorboard_.flush();
+  tensorboard_->scalar("eval/loss", p.step, r.loss);
+  tensorboard_->scalar("eval/accuracy", p.step, r.accuracy);
+  tensorboard_->flush();
 }
 
 void MetricsFiles::event(const std::string& name, const std::string& detail, const Progress& p) {
+  if (!metrics_) return;
   write(concat(R"({"kind":"event","step":)", p.step, ",\"event\":", text_field(name), ",\"detail\":",
                text_field(detail), ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"attempt\":", p.attempt, "}"));
 }
 
 void MetricsFiles::summary(const Summary& s) {
+  if (!metrics_) return;
   write(concat(R"({"kind":"summary","reason":)", text_field(s.reason), ",\"steps\":", s.progress.step,
                ",\"tokens\":", s.progress.tokens, ",\"elapsed_s\":", format_double17(s.progress.elapsed_s),
                ",\"excluded_s\":", format_double17(s.progress.excluded_s),

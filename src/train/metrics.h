@@ -42,7 +42,8 @@ struct Summary {
 /// Append-only files of one run folder. Every line is complete or absent: one write a line.
 class MetricsFiles {
  public:
-  explicit MetricsFiles(const std::string& run_folder);
+  /// With `writes` false nothing is opened or written: the ranks that only compute.
+  MetricsFiles(const std::string& run_folder, bool writes);
   void train(const StepRecord& record, const Progress& progress, double budget_fraction, double left_s);
   void eval(const EvalRecord& record, const Progress& progress);
   /// Something a reader of the log should know: resumed, saved, skipped, signal.
@@ -57,7 +58,7 @@ class MetricsFiles {
   static File open(const std::string& path);
   void write(const std::string& line);
   File metrics_, clock_log_;
-  TensorBoardWriter tensorboard_;
+  std::optional<TensorBoardWriter> tensorboard_;
 };
 
 /// The progress line: budget used, step, loss (and its moving average), gradient norm, lr, batch, speed, data wait,

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/digest.h"
 #include "base/file_io.h"
@@ -43,16 +44,20 @@ RunFolder::RunFolder(std::string path) : path_(std::move(path)) {
 
 void RunFolder::set_aside() {
   if (is_new_) return;
+  lock();
   int number = 1;
   while (fs::exists(concat(path_, ".old-", number))) ++number;
   const std::string kept = concat(path_, ".old-", number);
   rename_path(path_, kept);
   log_info("--fresh: the run that was in ", path_, " is kept as ", kept);
   is_new_ = true;
+  unlock();
 }
 
-RunFolder::~RunFolder() {
-  if (lock_fd_ >= 0) ::close(lock_fd_);  // the lock goes with the descriptor
+RunFolder::~RunFolder() { unlock(); }
+
+void RunFolder::unlock() noexcept {
+  if (lock_fd_ >= 0) ::close(std::exchange(lock_fd_, -1));  // the lock goes with the descriptor
 }
 
 void RunFolder::lock() {
@@ -70,7 +75,12 @@ void RunFolder::open(const OptionTable& options, const std::map<std::string, std
   write_file_atomically(fs::path(path_) / kConfigFile,
                         concat(kHeader, ": every option with its resolved value\n\n", options.dump_toml(true)));
   write_file_atomically(fs::path(path_) / "environment.json", nlohmann::json(environment).dump(1) + "\n");
-  open_log_file(path_ + "/logs/rank-00000.log");
+  open_log_file(rank_log_path(path_, 0));
+}
+
+std::string rank_log_path(const std::string& run_folder, int rank) {
+  std::string digits = std::to_string(rank);
+  return run_folder + "/logs/rank-" + std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits + ".log";
 }
 
 std::int64_t next_attempt(const std::string& run_folder) {

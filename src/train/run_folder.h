@@ -24,7 +24,7 @@ class RunFolder {
   [[nodiscard]] bool is_new() const { return is_new_; }
   [[nodiscard]] std::string checkpoints() const { return path_ + "/checkpoints"; }
 
-  /// --fresh: an existing run is kept under the next free name <path>.old-N.
+  /// --fresh: an existing run is kept under the next free name <path>.old-N; refused while somebody trains in it.
   void set_aside();
 
   /// Creates the folder where it is missing and keeps every other process out of it for this object's life (flock on
@@ -35,10 +35,14 @@ class RunFolder {
   void open(const OptionTable& options, const std::map<std::string, std::string>& environment);
 
  private:
+  void unlock() noexcept;
   std::string path_;
   bool is_new_ = true;
   int lock_fd_ = -1;
 };
+
+/// <run>/logs/rank-00003.log
+[[nodiscard]] std::string rank_log_path(const std::string& run_folder, int rank);
 
 /// One more than the largest `attempt` in the folder's metrics.jsonl; 0 without one. Steps that are done again after a
 /// crash are told apart by it, whatever the crash left behind.

@@ -7,6 +7,8 @@
 #include <filesystem>
 
 #include "base/log.h"
+#include "parallel/agreement.h"
+#include "parallel/grad_sync.h"
 #include "train/schedules.h"
 
 namespace cram {
@@ -16,8 +18,10 @@ constexpr std::int64_t kSkipsThatHalt = 5;
 
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-LoaderSettings loader_settings(const Config& config, const ParameterStore& store) {
+LoaderSettings loader_settings(const Config& config, const Mesh& mesh, const ParameterStore& store) {
   LoaderSettings settings;
+  settings.dp_rank = mesh.place().dp_rank;
+  settings.dp_size = mesh.layout().data;
   settings.micro_batch = config.train.micro_batch_size;
   settings.seed = static_cast<std::uint64_t>(config.run.seed);
   settings.mask_rate = config.train.mask_rate;
@@ -35,12 +39,12 @@ Trainer::Trainer(TrainerParts parts)
       clock_(train_.budget, train_.clock),
       progress_(parts_.checkpoint_info.progress),
       checkpoints_(parts_.run_folder + "/checkpoints"),
-      metrics_(parts_.run_folder),
+      metrics_(parts_.run_folder, parts_.mesh.world().rank() == 0),
       progress_line_(train_.budget, progress_.elapsed_s),
       log_every_(parts_.config.log.every),
       eval_every_(parts_.config.eval.every),
       save_every_(parts_.config.checkpoint.every),
-      loader_(std::make_unique<Loader>(parts_.shards, loader_settings(parts_.config, parts_.store),
+      loader_(std::make_unique<Loader>(parts_.shards, loader_settings(parts_.config, parts_.mesh, parts_.store),
                                        progress_.consumed_samples)),
       at_start_(progress_) {}
 
@@ -54,7 +58,7 @@ Summary Trainer::run() {
     progress_.step += 1;
     progress_.consumed_samples += plan->batch_size;
     progress_.tokens += plan->batch_size * parts_.config.model.seq_length;
-    progress_.elapsed_s = clock_.elapsed_s(progress_);
+    progress_.elapsed_s = broadcast_value(parts_.mesh.world(), clock_.elapsed_s(progress_));
     report(*plan, record, before);
     if (eval_every_.crossed(before, progress_)) evaluate();
     if (save_every_.crossed(before, progress_)) save_or_warn();
@@ -62,11 +66,16 @@ Summary Trainer::run() {
   return finish();
 }
 
+bool Trainer::stop_requested() {
+  stop_signal_ = static_cast<int>(agree_on_largest(parts_.mesh.world(), signals_.received()));
+  return stop_signal_ != 0;
+}
+
 std::optional<Trainer::StepPlan> Trainer::plan_step() {
   const double t = clock_.fraction(progress_);
   const Quantity& stop_after = parts_.config.run.stop_after;
-  if (signals_.received() != 0) {
-    stop_reason_ = signal_name(signals_.received());
+  if (stop_requested()) {
+    stop_reason_ = signal_name(stop_signal_);
   } else if (t >= 1) {
     stop_reason_ = clock_.covers_next_step(progress_) ? "budget" : "replay ends";
   } else if (stop_after.value > 0 && static_cast<double>(progress_.step) >= stop_after.value) {
@@ -83,8 +92,12 @@ bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
   const double start_s = now_s();
   at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(parts_.store.device()));
   std::int64_t masked = 0;
-  for (std::int64_t row = 0; row < plan.batch_size; row += train_.micro_batch_size) {
-    if (signals_.received() != 0) return false;
+  const std::int64_t rows_of_a_micro_step = train_.micro_batch_size * parts_.mesh.layout().data;
+  for (std::int64_t row = 0; row < plan.batch_size; row += rows_of_a_micro_step) {
+    if (stop_requested()) {
+      parts_.store.zero_grad();
+      return false;
+    }
     const double wait_from_s = now_s();
     const Batch batch = loader_->next();
     record.data_wait_s += now_s() - wait_from_s;
@@ -96,8 +109,13 @@ bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
     masked += batch.labels.numel();
   }
   // The gradients are those of the loss sum; one factor turns them into the clipped gradient of the mean.
-  const double count = static_cast<double>(masked);
-  record.loss = loss_sum.item<double>() / count;
+  const at::Tensor totals = at::tensor({loss_sum.item<double>(), static_cast<double>(masked)}, at::kDouble);
+  parts_.mesh.data().all_reduce_(totals);
+  std::vector<at::Tensor> gradients;
+  for (const FlatBuffers& buffers : parts_.store.buffers()) gradients.push_back(buffers.grad);
+  reduce_gradients(parts_.mesh.data(), gradients);
+  const double count = totals[1].item<double>();
+  record.loss = totals[0].item<double>() / count;
   record.grad_norm = optimizer_.grad_norm() / count;
   if (std::isfinite(record.grad_norm) && std::isfinite(record.loss)) {
     progress_.skipped_in_a_row = 0;
@@ -159,7 +177,10 @@ void Trainer::save() {
   if (last_saved_step_ == progress_.step) return;
   parts_.checkpoint_info.progress = progress_;
   const double start_s = now_s();
-  const std::uintmax_t bytes = checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep);
+  // Data ranks hold equal weights and moments, so the first of them writes.
+  std::uintmax_t bytes = 0;
+  on_root(parts_.mesh.world(),
+          [&] { bytes = checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep); });
   last_saved_step_ = progress_.step;
   progress_line_.saved(progress_.elapsed_s);
   metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", now_s() - start_s, " s"), progress_);
@@ -179,7 +200,7 @@ void Trainer::save_or_warn() {
 
 Summary Trainer::finish() {
   live_line("");
-  const bool preempted = signals_.received() != 0;
+  const bool preempted = stop_signal_ != 0;
   clock_.pause();
   if (preempted)
     say(stop_reason_, ": saving step ", progress_.step, " and leaving; run the same command again to resume");

@@ -8,6 +8,7 @@
 
 #include "data/loader.h"
 #include "model/encoder.h"
+#include "parallel/mesh.h"
 #include "train/checkpoint.h"
 #include "train/interval.h"
 #include "train/metrics.h"
@@ -21,6 +22,7 @@ namespace cram {
 /// Everything a trainer works with; owned by the caller and outliving it.
 struct TrainerParts {
   const Config& config;  ///< resolved
+  const Mesh& mesh;
   Encoder& encoder;
   ParameterStore& store;
   std::shared_ptr<ShardSet> shards;  ///< train split
@@ -45,6 +47,8 @@ class Trainer {
   };
   /// The next step, or nothing when the run is over (`stop_reason_` says why).
   [[nodiscard]] std::optional<StepPlan> plan_step();
+  /// True when a signal has reached any rank; all ranks learn it at the same call.
+  [[nodiscard]] bool stop_requested();
   /// All micro-steps of a batch and the update; false when a signal came, with the partial batch dropped.
   [[nodiscard]] bool run_step(const StepPlan& plan, StepRecord& record);
   void report(const StepPlan& plan, const StepRecord& record, const Progress& before);
@@ -65,6 +69,7 @@ class Trainer {
   Interval log_every_, eval_every_, save_every_;
   std::unique_ptr<Loader> loader_;
   StopSignals signals_;
+  int stop_signal_ = 0;  ///< agreed by all ranks
   std::string stop_reason_;
   std::optional<EvalRecord> last_eval_;
   std::int64_t last_eval_step_ = -1;

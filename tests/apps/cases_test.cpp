@@ -162,15 +162,6 @@ TEST(Case11, FullDiskKeepsEarlierCheckpointsAndIsNoSuccess) {
   EXPECT_EQ(::umount((out / "disk").c_str()), 0);
 }
 
-TEST(Launch, SeveralRanksAreRefused) {
-  const std::string where = tiny_corpus();
-  const TemporaryFolder out;
-  const ProgramResult result = run_program(tiny_train(out / "r", {"train.budget=2steps"}), where, 60,
-                                           {{"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "0"}});
-  expect_refused(2, {"2 ranks", "mpirun -n 1"}, result);
-  EXPECT_FALSE(std::filesystem::exists(out / "r"));
-}
-
 TEST(Recipe, ConfigFileListsEveryDefault) {
   std::ostringstream file;
   file << std::ifstream(std::string(CRAM_SOURCE_DIR) + "/configs/crammed-bert.toml").rdbuf();

@@ -1,0 +1,50 @@
+#include "parallel/agreement.h"
+
+#include <torch/types.h>
+
+#include <optional>
+
+#include "base/check.h"
+
+namespace cram {
+
+std::string broadcast_text(Communicator& group, const std::string& text) {
+  if (group.size() == 1) return text;
+  const at::Tensor length = at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong);
+  group.broadcast_(length, 0);
+  const at::Tensor bytes = at::empty({length.item<std::int64_t>()}, at::kByte);
+  if (group.rank() == 0) std::copy(text.begin(), text.end(), static_cast<char*>(bytes.data_ptr()));
+  group.broadcast_(bytes, 0);
+  const auto* first = static_cast<const char*>(bytes.const_data_ptr());
+  return std::string(first, first + bytes.numel());
+}
+
+void on_root(Communicator& group, const std::function<void()>& action) {
+  std::optional<Error> failure;
+  if (group.rank() == 0) {
+    try {
+      action();
+    } catch (const Error& error) {
+      failure = error;
+    }
+  }
+  const std::int64_t code = agree_on_largest(group, failure ? static_cast<std::int64_t>(failure->code()) : 0);
+  if (failure) throw Error(*failure);
+  if (code != 0) fail(static_cast<ExitCode>(code), "rank 0 of group ", group.name(), " failed, see its message");
+}
+
+std::int64_t agree_on_largest(Communicator& group, std::int64_t value) {
+  if (group.size() == 1) return value;
+  const at::Tensor largest = at::full({1}, value, at::kLong);
+  group.all_reduce_(largest, ReduceOp::kMax);
+  return largest.item<std::int64_t>();
+}
+
+double broadcast_value(Communicator& group, double value) {
+  if (group.size() == 1) return value;
+  const at::Tensor shared = at::full({1}, value, at::kDouble);
+  group.broadcast_(shared, 0);
+  return shared.item<double>();
+}
+
+}  // namespace cram

@@ -1,0 +1,24 @@
+// Small things on which all ranks must agree although one of them knows or does it.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "parallel/communicator.h"
+
+namespace cram {
+
+/// Rank 0's text on every rank.
+[[nodiscard]] std::string broadcast_text(Communicator& group, const std::string& text);
+
+/// Runs `action` on rank 0 while the others wait. When it throws cram::Error there, every rank throws an Error with the
+/// same exit code, so that none goes on alone.
+void on_root(Communicator& group, const std::function<void()>& action);
+
+/// The largest of the ranks' values.
+[[nodiscard]] std::int64_t agree_on_largest(Communicator& group, std::int64_t value);
+
+/// Rank 0's value on every rank, to the last bit.
+[[nodiscard]] double broadcast_value(Communicator& group, double value);
+
+}  // namespace cram
