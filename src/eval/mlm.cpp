@@ -8,7 +8,8 @@
 
 namespace cram {
 
-EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation, const MlmEvalSettings& settings, Communicator& data) {
+EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation, const MlmEvalSettings& settings,
+                        Communicator& data) {
   const MaskSettings masks{.seed = 0,
                            .vocab_size = validation.vocab_size(),
                            .seq_length = validation.seq_length(),
