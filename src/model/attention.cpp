@@ -6,13 +6,16 @@
 
 namespace cram {
 
-SelfAttention::SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store)
-    : heads_(config.heads),
+SelfAttention::SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store,
+                             Communicator& tensor)
+    : heads_(config.heads / tensor.size()),
       head_dim_(config.head_dim()),
+      // Rows grouped per head, so a contiguous range of rows is whole heads.
       query_key_value_(make_linear(
-          "dense", "replicated",
-          {name + ".self_attention.query_key_value", config.hidden, 3 * config.hidden, kInitStddev}, store)),
-      dense_(make_linear("dense", "replicated", {name + ".dense", config.hidden, config.hidden, kInitStddev}, store)) {}
+          "dense", "column", {name + ".self_attention.query_key_value", config.hidden, 3 * config.hidden, kInitStddev},
+          store, tensor)),
+      dense_(make_linear("dense", "row", {name + ".dense", config.hidden, config.hidden, kInitStddev}, store, tensor)) {
+}
 
 at::Tensor SelfAttention::forward(const at::Tensor& x, std::int64_t batch, Saved* saved) const {
   const std::int64_t seq = x.size(0) / batch;

@@ -20,15 +20,19 @@ at::Tensor sinusoidal_table(std::int64_t seq_length, std::int64_t hidden) {
   return table;
 }
 
-Embedding::Embedding(const ModelConfig& config, ParameterStore& store)
+Embedding::Embedding(const ModelConfig& config, ParameterStore& store, Communicator& tensor)
     : config_(config),
       store_(store),
+      tensor_(tensor),
+      range_(vocabulary_range(config.vocab_size, tensor.rank(), tensor.size())),
       word_embedding_(store.add({.name = "encoder.embedding.word_embedding.weight",
                                  .global_shape = {config.vocab_size, config.hidden},
                                  .init = InitRule::kNormal,
                                  .init_value = kInitStddev,
                                  .decay = true,
-                                 .fan_in = config.vocab_size})),
+                                 .fan_in = config.vocab_size,
+                                 .slice_begin = range_.begin,
+                                 .slice_end = range_.begin + range_.rows})),
       scale_factor_(store.add({.name = "encoder.embedding.pos_embedding.scale_factor",
                                .global_shape = {1},
                                .init = InitRule::kConstant,
@@ -49,21 +53,26 @@ const at::Tensor& Embedding::position_table() {
 at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
   const std::int64_t batch = ids.size(0);
   const std::int64_t seq = ids.size(1);
-  const at::Tensor flat_ids = ids.reshape({-1});  // [N]
-  const at::Tensor& table = store_.weight(word_embedding_);
+  const at::Tensor& table = store_.weight(word_embedding_);   // [R,H]
+  const at::Tensor local = ids.reshape({-1}) - range_.begin;  // [N]
+  const at::Tensor own = local.ge(0).logical_and_(local.lt(range_.valid));
+  at::Tensor sum = at::index_select(table, 0, at::where(own, local, 0));
+  if (tensor_.size() > 1) {
+    sum.mul_(own.unsqueeze(1));
+    tensor_.all_reduce_(sum);  // exact: all but one of the terms are 0
+  }
   const at::Tensor positions =
       (position_table().narrow(0, 0, seq) * store_.weight(scale_factor_)).to(table.scalar_type());
-  const at::Tensor sum =
-      at::index_select(table, 0, flat_ids).view({batch, seq, config_.hidden}).add_(positions).view({batch * seq, -1});
+  sum = sum.view({batch, seq, config_.hidden}).add_(positions).view({batch * seq, -1});
   if (saved == nullptr) return norm_.forward(sum, nullptr);
-  saved->ids = flat_ids;
+  saved->rows = at::where(own.logical_and(ids.reshape({-1}).ne(static_cast<std::int64_t>(kPadId))), local, -1);
   saved->batch = batch;
   return norm_.forward(sum, &saved->norm);
 }
 
 void Embedding::backward(const at::Tensor& dy, const Saved& saved) {
   const at::Tensor d_sum = norm_.backward(dy, saved.norm);  // [N,H]
-  kernels::scatter_add_rows(store_.grad(word_embedding_), saved.ids, d_sum, kPadId);
+  kernels::scatter_add_rows(store_.grad(word_embedding_), saved.rows, d_sum, /*skip_id=*/-1);
   const at::Tensor per_position = d_sum.view({saved.batch, -1, config_.hidden})
                                       .sum(0, /*keepdim=*/false, master_type(store_.precision()));  // [S',H]
   store_.grad(scale_factor_).add_((per_position * position_table().narrow(0, 0, per_position.size(0))).sum());

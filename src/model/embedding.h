@@ -1,20 +1,22 @@
-// Word embedding plus scaled sinusoidal positions, then LayerNorm.
+// Word embedding plus scaled sinusoidal positions, then LayerNorm. Tensor ranks share the vocabulary's rows; each adds
+// the rows it has, and one all-reduce makes the sum.
 #pragma once
 
 #include "base/special_tokens.h"
 #include "model/norm.h"
+#include "model/vocabulary.h"
 
 namespace cram {
 
 class Embedding {
  public:
   struct Saved {
-    at::Tensor ids;  // [N]
+    at::Tensor rows;  // [N] of this rank's table; -1 = not ours, or the pad id
     std::int64_t batch = 0;
     LayerNorm::Saved norm;
   };
 
-  Embedding(const ModelConfig& config, ParameterStore& store);
+  Embedding(const ModelConfig& config, ParameterStore& store, Communicator& tensor);
 
   /// ids [B,S'] with S' <= S -> [B*S',H] in the working format.
   [[nodiscard]] at::Tensor forward(const at::Tensor& ids, Saved* saved);
@@ -22,11 +24,14 @@ class Embedding {
   void backward(const at::Tensor& dy, const Saved& saved);
 
   [[nodiscard]] ParamId word_embedding() const { return word_embedding_; }
+  [[nodiscard]] const VocabularyRange& range() const { return range_; }
 
  private:
   [[nodiscard]] const at::Tensor& position_table();
   ModelConfig config_;
   const ParameterStore& store_;
+  Communicator& tensor_;
+  VocabularyRange range_;
   ParamId word_embedding_, scale_factor_;
   LayerNorm norm_;
   at::Tensor position_table_;  // [S,H] in the master format; made at first use, when the device is known

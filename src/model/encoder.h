@@ -23,7 +23,7 @@ class EncoderLayer {
     GatedFfn::Saved ffn;
   };
 
-  EncoderLayer(const std::string& name, const ModelConfig& config, ParameterStore& store);
+  EncoderLayer(const std::string& name, const ModelConfig& config, ParameterStore& store, Communicator& tensor);
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, std::int64_t batch, Saved* saved) const;
   [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;
 
@@ -36,8 +36,11 @@ class EncoderLayer {
 
 class Encoder {
  public:
-  /// Registers every parameter with the store, which the caller allocates and fills afterwards. The store must outlive
-  /// the encoder.
+  /// Registers every parameter with the store, which the caller allocates and fills afterwards. `tensor` is the group
+  /// whose ranks share heads, FFN columns and vocabulary; every method is then collective over it. Store and group must
+  /// outlive the encoder. Throws Error(kUsage) with the legal sizes when the group cannot share the model.
+  Encoder(const ModelConfig& config, ParameterStore& store, Communicator& tensor);
+  /// On one rank.
   Encoder(const ModelConfig& config, ParameterStore& store);
 
   /// One training micro-batch: ids [B,S], positions [M] (flat b*S+s), labels [M]. Adds the gradient of the loss SUM to
@@ -61,7 +64,11 @@ class Encoder {
 
  private:
   [[nodiscard]] at::Tensor trunk(const at::Tensor& ids);
+  Encoder(const ModelConfig& config, ParameterStore& store, std::unique_ptr<Communicator> alone);
+  [[nodiscard]] at::Tensor local_logits(const at::Tensor& ids, const at::Tensor& positions);
+  std::unique_ptr<Communicator> alone_;  // where no group was given
   ModelConfig config_;
+  Communicator& tensor_;
   Embedding embedding_;
   std::vector<std::unique_ptr<EncoderLayer>> layers_;
   MlmHead head_;

@@ -6,11 +6,12 @@
 
 namespace cram {
 
-GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store)
-    : dense_in_(
-          make_linear("dense", "replicated", {name + ".dense_in", config.hidden, config.ffn, kInitStddev}, store)),
-      dense_out_(make_linear("dense", "replicated", {name + ".dense_out", config.ffn / 2, config.hidden, kInitStddev},
-                             store)) {}
+GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store, Communicator& tensor)
+    // Value and gate are cut separately: a rank needs both halves of the same columns.
+    : dense_in_(make_linear("dense", "column", {name + ".dense_in", config.hidden, config.ffn, kInitStddev, 2}, store,
+                            tensor)),
+      dense_out_(make_linear("dense", "row", {name + ".dense_out", config.ffn / 2, config.hidden, kInitStddev}, store,
+                             tensor)) {}
 
 at::Tensor GatedFfn::forward(const at::Tensor& x, Saved* saved) const {
   const at::Tensor u = dense_in_->forward(x);

@@ -15,7 +15,7 @@ class GatedFfn {
   };
 
   /// `name`.dense_in.weight [F,H] and `name`.dense_out.weight [H,F/2].
-  GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store);
+  GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store, Communicator& tensor);
 
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, Saved* saved) const;
   [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;

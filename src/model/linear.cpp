@@ -7,51 +7,77 @@
 namespace cram {
 namespace {
 
+enum class Cut { kNone, kOutput, kInput };
+
+ParamSpec dense_spec(const LinearSpec& spec, Cut cut, const Communicator& tensor) {
+  ParamSpec param{.name = spec.name + ".weight",
+                  .global_shape = {spec.out, spec.in},
+                  .init = InitRule::kNormal,
+                  .init_value = spec.init_stddev,
+                  .decay = true,
+                  .fan_in = spec.in};
+  if (cut == Cut::kNone) return param;
+  param.slice_dim = cut == Cut::kOutput ? 0 : 1;
+  param.slice_groups = cut == Cut::kOutput ? spec.output_groups : 1;
+  const std::int64_t extent = (cut == Cut::kOutput ? spec.out : spec.in) / param.slice_groups;
+  CRAM_CHECK(extent % tensor.size() == 0, ExitCode::kUsage, spec.name, ": ", extent, " columns cannot be cut for ",
+             tensor.size(), " tensor ranks; parallel.tensor must divide them");
+  param.slice_begin = extent / tensor.size() * tensor.rank();
+  param.slice_end = param.slice_begin + extent / tensor.size();
+  return param;
+}
+
 class DenseLinear final : public Linear {
  public:
-  DenseLinear(const LinearSpec& spec, ParameterStore& store)
-      : store_(store),
-        weight_(store.add({.name = spec.name + ".weight",
-                           .global_shape = {spec.out, spec.in},
-                           .init = InitRule::kNormal,
-                           .init_value = spec.init_stddev,
-                           .decay = true,
-                           .fan_in = spec.in})) {}
+  DenseLinear(const LinearSpec& spec, Cut cut, ParameterStore& store, Communicator& tensor)
+      : store_(store), cut_(cut), tensor_(tensor), weight_(store.add(dense_spec(spec, cut, tensor))) {}
 
-  at::Tensor forward(const at::Tensor& x) const override { return at::mm(x, store_.weight(weight_).t()); }
+  at::Tensor forward(const at::Tensor& x) const override {
+    at::Tensor y = at::mm(x, store_.weight(weight_).t());
+    if (cut_ == Cut::kInput) tensor_.all_reduce_(y);
+    return y;
+  }
 
   at::Tensor backward(const at::Tensor& dy, const at::Tensor& x) const override {
     accumulate_weight_grad(store_.grad(weight_), dy, x);
-    return at::mm(dy, store_.weight(weight_));
+    at::Tensor dx = at::mm(dy, store_.weight(weight_));
+    if (cut_ == Cut::kOutput) tensor_.all_reduce_(dx);
+    return dx;
   }
 
   at::Tensor materialize() const override { return store_.weight(weight_); }
 
  private:
   const ParameterStore& store_;
+  Cut cut_;
+  Communicator& tensor_;
   ParamId weight_;
 };
+
+template <Cut cut>
+std::unique_ptr<Linear> make_dense(const LinearSpec& spec, ParameterStore& store, Communicator& tensor) {
+  return std::make_unique<DenseLinear>(spec, cut, store, tensor);
+}
 
 struct TableRow {
   const char* structure;
   const char* tp_style;
-  std::unique_ptr<Linear> (*make)(const LinearSpec&, ParameterStore&);
+  std::unique_ptr<Linear> (*make)(const LinearSpec&, ParameterStore&, Communicator&);
 };
 
 constexpr TableRow kLinearTable[] = {
-    {"dense", "replicated",
-     [](const LinearSpec& spec, ParameterStore& store) -> std::unique_ptr<Linear> {
-       return std::make_unique<DenseLinear>(spec, store);
-     }},
+    {"dense", "replicated", make_dense<Cut::kNone>},
+    {"dense", "column", make_dense<Cut::kOutput>},
+    {"dense", "row", make_dense<Cut::kInput>},
 };
 
 }  // namespace
 
 std::unique_ptr<Linear> make_linear(const std::string& structure, const std::string& tp_style, const LinearSpec& spec,
-                                    ParameterStore& store) {
+                                    ParameterStore& store, Communicator& tensor) {
   std::string supported;
   for (const TableRow& row : kLinearTable) {
-    if (structure == row.structure && tp_style == row.tp_style) return row.make(spec, store);
+    if (structure == row.structure && tp_style == row.tp_style) return row.make(spec, store, tensor);
     supported += concat(supported.empty() ? "" : ", ", row.structure, "/", row.tp_style);
   }
   fail(ExitCode::kUsage, "linear structure ", structure, " with tensor-parallel style ", tp_style,

@@ -1,4 +1,8 @@
 // Linear layers behind one table keyed by (structure, tensor-parallel style). A structure is one file; so far: dense.
+//
+// Tensor-parallel styles (Shoeybi et al. 2019, section 3): "column" cuts the output, so forward needs nothing and the
+// input gradient is summed over the group; "row" cuts the input, so the output is summed and backward needs nothing. A
+// column layer followed by a row layer costs one all-reduce each way. In a group of one they are the plain layer.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +11,7 @@
 #include <string>
 
 #include "model/parameter_store.h"
+#include "parallel/communicator.h"
 
 namespace cram {
 
@@ -15,9 +20,10 @@ struct LinearSpec {
   std::int64_t in = 0;
   std::int64_t out = 0;
   double init_stddev = 0.02;
+  std::int64_t output_groups = 1;  ///< column: equal parts of the output that are cut separately (2 for a gated FFN)
 };
 
-/// y = x W^T without bias, W [out,in].
+/// y = x W^T without bias, W [out,in]; x and y are this rank's columns where the style cuts them.
 class Linear {
  public:
   virtual ~Linear() = default;
@@ -28,16 +34,17 @@ class Linear {
   [[nodiscard]] virtual at::Tensor forward(const at::Tensor& x) const = 0;
   /// dy [N,out], the forward's x [N,in] -> dx [N,in]; adds to the weight's gradient.
   [[nodiscard]] virtual at::Tensor backward(const at::Tensor& dy, const at::Tensor& x) const = 0;
-  /// The weight as one matrix [out,in], for tests of structures.
+  /// This rank's weight as one matrix, for tests of structures.
   [[nodiscard]] virtual at::Tensor materialize() const = 0;
 
  protected:
   Linear() = default;
 };
 
-/// Makes the layer and registers its parameters. Throws Error(kUsage) naming the supported pairs for any other.
+/// Makes the layer and registers its parameters; `tensor` is the tensor-parallel group and must outlive it. Throws
+/// Error(kUsage) naming the supported pairs for any other, and when the group does not divide the cut dimension.
 [[nodiscard]] std::unique_ptr<Linear> make_linear(const std::string& structure, const std::string& tp_style,
-                                                  const LinearSpec& spec, ParameterStore& store);
+                                                  const LinearSpec& spec, ParameterStore& store, Communicator& tensor);
 
 /// grad += dy^T x: the weight gradient of y = x W^T, accumulated in the gradient's own format.
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x);

@@ -6,8 +6,11 @@
 
 namespace cram {
 
-MlmHead::MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store)
-    : store_(store), tied_embedding_(tied_embedding), final_norm_("encoder.final_norm", config.hidden, store) {}
+MlmHead::MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store, Communicator& tensor)
+    : store_(store),
+      tensor_(tensor),
+      tied_embedding_(tied_embedding),
+      final_norm_("encoder.final_norm", config.hidden, store) {}
 
 at::Tensor MlmHead::logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const {
   const at::Tensor picked = at::index_select(hidden, 0, positions);  // [M,H]
@@ -20,7 +23,8 @@ at::Tensor MlmHead::logits(const at::Tensor& hidden, const at::Tensor& positions
 
 at::Tensor MlmHead::backward(const at::Tensor& d_logits, const Saved& saved) const {
   accumulate_weight_grad(store_.grad(tied_embedding_), d_logits, saved.normed);
-  const at::Tensor d_normed = at::mm(d_logits, store_.weight(tied_embedding_));  // [M,H]
+  const at::Tensor d_normed = at::mm(d_logits, store_.weight(tied_embedding_));  // [M,H], this rank's part
+  tensor_.all_reduce_(d_normed);
   const at::Tensor d_picked = final_norm_.backward(d_normed, saved.norm);
   const at::Tensor d_hidden = at::zeros({saved.rows, d_picked.size(1)}, d_picked.options());
   // Positions are distinct, so the sum order cannot matter.

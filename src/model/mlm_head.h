@@ -1,7 +1,9 @@
-// Masked-language-model head: final norm of the masked positions only, then the tied word embedding as decoder.
+// Masked-language-model head: final norm of the masked positions only, then the tied word embedding as decoder. Tensor
+// ranks have the logits of their own rows of the vocabulary.
 #pragma once
 
 #include "model/norm.h"
+#include "parallel/communicator.h"
 
 namespace cram {
 
@@ -15,17 +17,19 @@ class MlmHead {
   };
 
   /// Registers encoder.final_norm; the decoder is the embedding's own parameter.
-  MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store);
+  MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store, Communicator& tensor);
 
-  /// hidden [N,H], positions [M] -> logits [M,V]. LayerNorm works row by row, so the rows are picked before it.
+  /// hidden [N,H], positions [M] -> logits [M,R] of this rank's rows. LayerNorm works row by row, so the rows are
+  /// picked before it.
   [[nodiscard]] at::Tensor logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const;
-  /// d_logits [M,V] -> d_hidden [N,H], zero outside the positions; adds the decoder's part to the tied gradient.
+  /// d_logits [M,R] -> d_hidden [N,H], zero outside the positions; adds the decoder's part to the tied gradient.
   [[nodiscard]] at::Tensor backward(const at::Tensor& d_logits, const Saved& saved) const;
   /// final_norm(hidden) for all rows.
   [[nodiscard]] at::Tensor normed(const at::Tensor& hidden) const { return final_norm_.forward(hidden, nullptr); }
 
  private:
   const ParameterStore& store_;
+  Communicator& tensor_;
   ParamId tied_embedding_;
   LayerNorm final_norm_;
 };

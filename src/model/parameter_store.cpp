@@ -34,10 +34,43 @@ at::Tensor initial_values(const ParamSpec& spec, std::uint64_t seed) {
                   static_cast<std::uint64_t>(end - begin));
     });
   }
-  return full.slice(spec.slice_dim, spec.slice_begin, spec.slice_end);
+  return take_slice(full, spec);
 }
 
 }  // namespace
+
+bool ParamSpec::is_sharded() const {
+  const std::int64_t extent = global_shape[static_cast<std::size_t>(slice_dim)];
+  return slice_begin != 0 || slice_groups * slice_end != extent;
+}
+
+namespace {
+
+// The range of `full` that exists (without padding), viewed as [..., groups, rows of a group, ...].
+at::Tensor existing_range(const at::Tensor& full, const ParamSpec& spec) {
+  const std::int64_t extent = full.size(spec.slice_dim) / spec.slice_groups;
+  const std::int64_t end = std::min(spec.slice_end, extent);
+  const std::int64_t begin = std::min(spec.slice_begin, end);
+  return full.unflatten(spec.slice_dim, {spec.slice_groups, extent}).narrow(spec.slice_dim + 1, begin, end - begin);
+}
+
+}  // namespace
+
+at::Tensor take_slice(const at::Tensor& full, const ParamSpec& spec) {
+  const at::Tensor range = existing_range(full, spec);
+  const std::int64_t missing = spec.slice_end - spec.slice_begin - range.size(spec.slice_dim + 1);
+  if (missing == 0) return range.flatten(spec.slice_dim, spec.slice_dim + 1);
+  std::vector<std::int64_t> padding = range.sizes().vec();
+  padding[static_cast<std::size_t>(spec.slice_dim + 1)] = missing;
+  return at::cat({range, at::zeros(padding, range.options())}, spec.slice_dim + 1)
+      .flatten(spec.slice_dim, spec.slice_dim + 1);
+}
+
+void put_slice(const at::Tensor& full, const ParamSpec& spec, const at::Tensor& part) {
+  const at::Tensor range = existing_range(full, spec);
+  const at::Tensor rows = part.unflatten(spec.slice_dim, {spec.slice_groups, spec.slice_end - spec.slice_begin});
+  range.copy_(rows.narrow(spec.slice_dim + 1, 0, range.size(spec.slice_dim + 1)));
+}
 
 Precision parse_precision(const std::string& name) {
   if (name == "bf16") return Precision::kBf16;
@@ -64,7 +97,8 @@ at::ScalarType master_type(Precision precision) { return precision == Precision:
 ParamId ParameterStore::add(ParamSpec spec) {
   CRAM_DCHECK(buffers_.empty());
   CRAM_DCHECK(!has(spec.name));
-  if (spec.slice_end < 0) spec.slice_end = spec.global_shape[static_cast<std::size_t>(spec.slice_dim)];
+  if (spec.slice_end < 0)
+    spec.slice_end = spec.global_shape[static_cast<std::size_t>(spec.slice_dim)] / spec.slice_groups;
   Entry entry;
   entry.spec = std::move(spec);
   entries_.push_back(std::move(entry));
@@ -74,7 +108,7 @@ ParamId ParameterStore::add(ParamSpec spec) {
 std::vector<std::int64_t> ParameterStore::local_shape(ParamId id) const {
   const ParamSpec& s = entries_[id].spec;
   std::vector<std::int64_t> shape = s.global_shape;
-  shape[static_cast<std::size_t>(s.slice_dim)] = s.slice_end - s.slice_begin;
+  shape[static_cast<std::size_t>(s.slice_dim)] = s.slice_groups * (s.slice_end - s.slice_begin);
   return shape;
 }
 
@@ -98,13 +132,15 @@ void ParameterStore::allocate(Precision precision, at::Device device, bool with_
   for (std::size_t id = 0; id < entries_.size(); ++id) {
     Entry& entry = entries_[id];
     const auto same_class = [&](const FlatBuffers& b) {
-      return b.decay == entry.spec.decay && b.full_precision == entry.spec.full_precision;
+      return b.decay == entry.spec.decay && b.full_precision == entry.spec.full_precision &&
+             b.sharded == entry.spec.is_sharded();
     };
     auto buffer = std::find_if(buffers_.begin(), buffers_.end(), same_class);
     if (buffer == buffers_.end()) {
       FlatBuffers made;
       made.decay = entry.spec.decay;
       made.full_precision = entry.spec.full_precision;
+      made.sharded = entry.spec.is_sharded();
       buffer = buffers_.insert(buffers_.end(), std::move(made));
     }
     entry.buffer = static_cast<std::size_t>(buffer - buffers_.begin());

@@ -21,11 +21,22 @@ struct ParamSpec {
   bool decay = true;            ///< weight decay applies
   bool full_precision = false;  ///< computed with the fp32 master itself (norms, scalars), never with a bf16 copy
   std::int64_t fan_in = 0;
-  // The slice this rank owns: rows [slice_begin, slice_end) of dimension slice_dim; the whole tensor by default.
+  // The slice this rank owns: rows [slice_begin, slice_end) of dimension slice_dim; the whole tensor by default. With
+  // slice_groups g > 1 the dimension is cut into g equal parts and the range is taken from each (the halves of a gated
+  // FFN). slice_end may lie beyond the dimension: rows of zeros follow that no file knows (a padded vocabulary).
   std::int64_t slice_dim = 0;
   std::int64_t slice_begin = 0;
   std::int64_t slice_end = -1;  ///< -1 = the whole dimension
+  std::int64_t slice_groups = 1;
+
+  /// True when this rank holds less than the whole tensor (or a padded form of it).
+  [[nodiscard]] bool is_sharded() const;
 };
+
+/// The spec's slice of a full tensor, as a new tensor or view; padded with zeros where the slice is.
+[[nodiscard]] at::Tensor take_slice(const at::Tensor& full, const ParamSpec& spec);
+/// Writes `part`, which take_slice would have returned, to its place in `full`; padding is dropped.
+void put_slice(const at::Tensor& full, const ParamSpec& spec, const at::Tensor& part);
 
 using ParamId = std::size_t;
 
@@ -37,11 +48,13 @@ enum class Precision { kBf16, kFp32, kFp64 };
 [[nodiscard]] at::ScalarType working_type(Precision precision);
 [[nodiscard]] at::ScalarType master_type(Precision precision);
 
-/// A contiguous run of parameters of one class: same decay rule and same working format, so the optimizer needs one
-/// call for it. All tensors are 1-d and equally long; `working` is `master` where the class is full precision.
+/// A contiguous run of parameters of one class: same decay rule, working format and sharding, so that the optimizer
+/// needs one call for it and the gradient norm counts replicated tensors once. All tensors are 1-d and equally long;
+/// `working` is `master` where the class is full precision.
 struct FlatBuffers {
   bool decay = false;
   bool full_precision = false;
+  bool sharded = false;    ///< every tensor rank holds another part; otherwise all hold the same
   std::int64_t numel = 0;  ///< with padding; every parameter starts at a multiple of kParamAlignment
   at::Tensor working, master, grad, exp_avg, exp_avg_sq;
 };

@@ -106,7 +106,7 @@ void load_weights(const std::string& path, const ModelConfig& config, ParameterS
   for (const auto& [id, entry] : found) {
     const ParamSpec& spec = store.spec(id);
     const at::Tensor full = read_tensor(file, *entry, *scalar_type(entry->dtype));
-    store.master(id).copy_(full.slice(spec.slice_dim, spec.slice_begin, spec.slice_end));
+    store.master(id).copy_(take_slice(full, spec));
   }
   store.refresh_working();
 }

@@ -62,17 +62,25 @@ void composed_update(const AdamWStep& step, FlatBuffers& b) {
 double clip_factor(double norm, double clip) { return clip <= 0 ? 1.0 : std::min(1.0, clip / (norm + 1e-6)); }
 
 double Optimizer::grad_norm() const {
-  double sum = 0;
+  double replicated = 0;
+  const at::Tensor sharded = at::zeros({1}, at::kDouble);
   for (const FlatBuffers& b : store_.buffers()) {
+    double sum = 0;
     if (!b.grad.is_cpu()) {
-      sum += b.grad.to(at::kDouble).square_().sum().item<double>();
+      sum = b.grad.to(at::kDouble).square_().sum().item<double>();
     } else if (b.grad.scalar_type() == at::kDouble) {
-      sum += cpu_sum_of_squares<double>(b.grad);
+      sum = cpu_sum_of_squares<double>(b.grad);
     } else {
-      sum += cpu_sum_of_squares<float>(b.grad);
+      sum = cpu_sum_of_squares<float>(b.grad);
+    }
+    if (b.sharded) {
+      sharded.add_(sum);
+    } else {
+      replicated += sum;
     }
   }
-  return std::sqrt(sum);
+  tensor_.all_reduce_(sharded);
+  return std::sqrt(sharded.item<double>() + replicated);
 }
 
 void Optimizer::update(std::int64_t step, double lr, double grad_scale) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "model/parameter_store.h"
+#include "parallel/communicator.h"
 #include "train/adamw.h"
 
 namespace cram {
@@ -19,9 +20,13 @@ struct OptimizerSettings {
 
 class Optimizer {
  public:
-  Optimizer(ParameterStore& store, const OptimizerSettings& settings) : store_(store), settings_(settings) {}
+  /// `tensor`: the group whose ranks hold the parts of sharded parameters; it must outlive the optimizer.
+  Optimizer(ParameterStore& store, const OptimizerSettings& settings, Communicator& tensor)
+      : store_(store), settings_(settings), tensor_(tensor) {}
 
-  /// L2 norm of the accumulated gradients as they are (of the loss sum), fp64, in a fixed order for any thread count.
+  /// L2 norm of the whole model's accumulated gradients as they are (of the loss sum), fp64, in a fixed order for any
+  /// thread count: sharded parameters summed over the tensor ranks, replicated ones counted once. The same bits on all
+  /// of them.
   [[nodiscard]] double grad_norm() const;
 
   /// One update number `step` (from 1) with the gradients times `grad_scale`; clears the gradients.
@@ -32,6 +37,7 @@ class Optimizer {
  private:
   ParameterStore& store_;
   OptimizerSettings settings_;
+  Communicator& tensor_;
 };
 
 }  // namespace cram

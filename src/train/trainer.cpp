@@ -35,7 +35,8 @@ LoaderSettings loader_settings(const Config& config, const Mesh& mesh, const Par
 Trainer::Trainer(TrainerParts parts)
     : parts_(std::move(parts)),
       train_(parts_.config.train),
-      optimizer_(parts_.store, {train_.beta1, train_.beta2, train_.eps, train_.weight_decay, train_.clip}),
+      optimizer_(parts_.store, {train_.beta1, train_.beta2, train_.eps, train_.weight_decay, train_.clip},
+                 parts_.mesh.tensor()),
       clock_(train_.budget, train_.clock),
       progress_(parts_.checkpoint_info.progress),
       checkpoints_(parts_.run_folder + "/checkpoints"),

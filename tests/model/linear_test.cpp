@@ -13,15 +13,18 @@ namespace cram {
 namespace {
 
 using test::relative_error;
+using test::self_group;
 
 struct Pair {
   const char* structure;
   const char* tp_style;
 };
 class LinearTable : public testing::TestWithParam<Pair> {};
-INSTANTIATE_TEST_SUITE_P(All, LinearTable, testing::Values(Pair{"dense", "replicated"}), [](const auto& given) {
-  return std::string(given.param.structure) + "_" + given.param.tp_style;
-});
+INSTANTIATE_TEST_SUITE_P(All, LinearTable,
+                         testing::Values(Pair{"dense", "replicated"}, Pair{"dense", "column"}, Pair{"dense", "row"}),
+                         [](const auto& given) {
+                           return std::string(given.param.structure) + "_" + given.param.tp_style;
+                         });
 
 constexpr std::int64_t kIn = 12, kOut = 20, kRows = 7;
 
@@ -32,7 +35,7 @@ at::Tensor random(at::IntArrayRef shape, std::uint64_t seed) {
 
 TEST_P(LinearTable, ForwardIsTheMaterialisedMatrix) {
   ParameterStore store;
-  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", kIn, kOut, 0.5}, store);
+  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", kIn, kOut, 0.5}, store, self_group());
   store.allocate(Precision::kFp64, at::kCPU);
   store.initialize(3);
   const at::Tensor x = random({kRows, kIn}, 1);
@@ -42,7 +45,7 @@ TEST_P(LinearTable, ForwardIsTheMaterialisedMatrix) {
 
 TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
   ParameterStore store;
-  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", kIn, kOut, 0.5}, store);
+  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", kIn, kOut, 0.5}, store, self_group());
   store.allocate(Precision::kFp64, at::kCPU);
   store.initialize(3);
   const at::Tensor x = random({kRows, kIn}, 1), dy = random({kRows, kOut}, 2);
@@ -77,7 +80,7 @@ TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
 
 TEST_P(LinearTable, InitialVarianceIsAsAsked) {
   ParameterStore store;
-  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", 300, 200, 0.02}, store);
+  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", 300, 200, 0.02}, store, self_group());
   store.allocate(Precision::kFp64, at::kCPU);
   store.initialize(3);
   const double n = 300 * 200;
@@ -87,7 +90,8 @@ TEST_P(LinearTable, InitialVarianceIsAsAsked) {
 
 TEST(Linear, DenseHasOneDecayingWeightOfThePublicName) {
   ParameterStore store;
-  const auto layer = make_linear("dense", "replicated", {"encoder.layers.3.attn.dense", kIn, kOut, 0.02}, store);
+  const auto layer =
+      make_linear("dense", "replicated", {"encoder.layers.3.attn.dense", kIn, kOut, 0.02}, store, self_group());
   ASSERT_EQ(store.size(), 1U);
   const ParamSpec& spec = store.spec(0);
   EXPECT_EQ(spec.name, "encoder.layers.3.attn.dense.weight");
@@ -101,7 +105,7 @@ TEST(Linear, UnknownPairsNameTheSupportedOnes) {
   ParameterStore store;
   for (const auto& [structure, style] : {std::pair{"dense", "columns"}, {"low-rank", "replicated"}, {"", ""}}) {
     test::expect_error(ExitCode::kUsage, {"dense/replicated", structure, style}, [&, s = structure, t = style] {
-      (void)make_linear(s, t, {"x", 4, 4, 0.02}, store);
+      (void)make_linear(s, t, {"x", 4, 4, 0.02}, store, self_group());
     });
   }
   EXPECT_EQ(store.size(), 0U);

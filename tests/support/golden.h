@@ -47,6 +47,12 @@ struct Golden {
   [[nodiscard]] double number(const std::string& name) const { return at(name).item<double>(); }
 };
 
+/// The group of this process alone, for what wants a group.
+inline Communicator& self_group() {
+  static const std::unique_ptr<Communicator> group = make_self_communicator();
+  return *group;
+}
+
 /// A model with its store.
 struct Model {
   ParameterStore store;

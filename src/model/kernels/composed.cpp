@@ -52,7 +52,7 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
 void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& d_rows, std::int64_t skip_id) {
   // Rows of the skipped id are zeroed rather than removed: no data-dependent shape, so no host synchronisation.
   const at::Tensor kept = d_rows.to(grad.scalar_type()) * ids.ne(skip_id).unsqueeze(1);
-  grad.index_add_(0, ids, kept);
+  grad.index_add_(0, ids.clamp_min(0), kept);
 }
 
 CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient) {

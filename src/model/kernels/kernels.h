@@ -27,7 +27,7 @@ struct NormOutput {
 /// d_out [N,F/2] -> du [N,F].
 [[nodiscard]] at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u);
 
-/// Adds the rows d_rows [N,H] to grad [V,H] at ids [N]; rows whose id is `skip_id` are left out.
+/// Adds the rows d_rows [N,H] to grad [V,H] at ids [N]; rows whose id is `skip_id`, which may be -1, are left out.
 void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& d_rows, std::int64_t skip_id);
 
 struct CrossEntropy {
