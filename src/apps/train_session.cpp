@@ -207,7 +207,7 @@ void verify_everything(const RunFolder& folder) {
 
 int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
                  Communicator& world) {
-  const Mesh mesh(world, Layout{.tensor = 1, .pipeline = 1, .data = world.size()});
+  const Mesh mesh(world, layout_for(world.size(), static_cast<int>(config.parallel.tensor), /*pipeline=*/1));
   resolve_train_config(config, mesh.layout().data);
   const Data data = open_data(config, request.verify);
   check_model_config(config.model);
@@ -217,7 +217,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   if (config.run.output.empty()) config.run.output = default_run_path(options);
 
   ParameterStore store;
-  Encoder encoder(config.model, store);
+  Encoder encoder(config.model, store, mesh.tensor());
   CheckpointInfo info;
   info.settings = options.values();
   info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
@@ -270,7 +270,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
     const EvalRecord record = evaluate_mlm(encoder, choice.device, *data.validation, eval_settings, mesh.data());
     say("  held-out loss ", fixed3(record.loss), ", accuracy ", fixed3(100 * record.accuracy), "% of ",
         format_grouped(record.masked), " masked tokens");
-    if (world.rank() == 0) show_fills(encoder, choice.device, tokenizer);
+    show_fills(encoder, choice.device, tokenizer);  // every rank: logits are gathered over the tensor ranks
     return record;
   };
   Summary summary;

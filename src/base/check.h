@@ -5,9 +5,11 @@
 // have side effects.
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace cram {
 
@@ -49,6 +51,9 @@ template <class... Parts>
 [[noreturn]] void fail(ExitCode code, const Parts&... parts) {
   throw Error(code, concat(parts...));
 }
+
+/// "[4096,256]", for messages about tensors.
+[[nodiscard]] std::string shape_text(const std::vector<std::int64_t>& shape);
 
 namespace detail {
 [[noreturn]] void dcheck_failed(const char* condition, const char* file, int line);

@@ -48,12 +48,6 @@ hid_t stored_type(ArrayType type) {
   return -1;
 }
 
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text = "[";
-  for (const std::int64_t extent : shape) text += concat(text.size() > 1 ? "," : "", extent);
-  return text + "]";
-}
-
 }  // namespace
 
 void set_up_hdf5() {

@@ -29,12 +29,6 @@ std::string norm_factor_name(const std::string& query_key_value) {
   return query_key_value.substr(0, query_key_value.size() - kQueryKeyValue.size()) + std::string(kNormFactor);
 }
 
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text = "[";
-  for (const std::int64_t extent : shape) text += concat(text.size() > 1 ? "," : "", extent);
-  return text + "]";
-}
-
 std::optional<at::ScalarType> scalar_type(const std::string& dtype) {
   if (dtype == "F64") return at::kDouble;
   if (dtype == "F32") return at::kFloat;

@@ -19,6 +19,22 @@ std::string broadcast_text(Communicator& group, const std::string& text) {
   return std::string(first, first + bytes.numel());
 }
 
+std::vector<std::string> gather_text(Communicator& group, const std::string& text) {
+  const at::Tensor lengths = at::empty({group.size()}, at::kLong);
+  group.all_gather(lengths, at::full({1}, static_cast<std::int64_t>(text.size()), at::kLong));
+  const auto longest = lengths.max().item<std::int64_t>();
+  const at::Tensor mine = at::zeros({longest}, at::kByte);
+  std::copy(text.begin(), text.end(), static_cast<char*>(mine.data_ptr()));
+  const at::Tensor all = at::empty({group.size(), longest}, at::kByte);
+  group.all_gather(all, mine);
+  std::vector<std::string> texts;
+  for (std::int64_t r = 0; r < group.size(); ++r) {
+    const auto* first = static_cast<const char*>(all.const_data_ptr()) + r * longest;
+    texts.emplace_back(first, first + lengths[r].item<std::int64_t>());
+  }
+  return texts;
+}
+
 void on_root(Communicator& group, const std::function<void()>& action) {
   std::optional<Error> failure;
   if (group.rank() == 0) {

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "parallel/communicator.h"
 
@@ -10,6 +11,9 @@ namespace cram {
 
 /// Rank 0's text on every rank.
 [[nodiscard]] std::string broadcast_text(Communicator& group, const std::string& text);
+
+/// Every rank's text, in rank order, on every rank.
+[[nodiscard]] std::vector<std::string> gather_text(Communicator& group, const std::string& text);
 
 /// Runs `action` on rank 0 while the others wait. When it throws cram::Error there, every rank throws an Error with the
 /// same exit code, so that none goes on alone.

@@ -3,7 +3,9 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "base/digest.h"
@@ -11,6 +13,7 @@
 #include "base/hdf5_file.h"
 #include "base/log.h"
 #include "base/options.h"
+#include "parallel/agreement.h"
 
 namespace cram {
 namespace {
@@ -19,10 +22,9 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 
 constexpr const char* kMagic = "cram-checkpoint";
-constexpr int kFormatVersion = 1;
+constexpr int kFormatVersion = 2;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kManifestDigest = "xxh3_128";  // of the manifest itself, without this entry
-constexpr const char* kRankFile = "rank-00000.h5";
 constexpr std::string_view kStepPrefix = "step-";
 constexpr ExitCode kStorage = ExitCode::kCheckpointStorage;
 constexpr ExitCode kInvalid = ExitCode::kNoCheckpoint;
@@ -109,45 +111,94 @@ std::vector<std::string> CheckpointFolder::committed() const {
   return found;
 }
 
+namespace {
+
+std::string rank_file_name(int rank) {
+  const std::string digits = std::to_string(rank);
+  return "rank-" + std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits + ".h5";
+}
+
+// Writes this rank's tensors; returns the file's entry of the manifest.
+json write_rank_file(const fs::path& folder, int rank, const ParameterStore& store) {
+  const fs::path path = folder / rank_file_name(rank);
+  json tensors = json::array();
+  {
+    ArrayFileWriter writer(path.string(), kStorage);
+    for (ParamId id = 0; id < store.size(); ++id) {
+      const ParamSpec& spec = store.spec(id);
+      for (const StateKind& kind : kStateKinds) {
+        const at::Tensor host = (store.*kind.tensor)(id).cpu().contiguous();
+        writer.write(concat("/", kind.name, "/", spec.name), array_info(host), host.const_data_ptr());
+      }
+      tensors.push_back({{"name", spec.name},
+                         {"shape", spec.global_shape},
+                         {"slice", {spec.slice_dim, spec.slice_begin, spec.slice_end, spec.slice_groups}}});
+    }
+    writer.close();
+  }
+  sync_file(path, kStorage);
+  return {{"name", path.filename().string()},
+          {"bytes", fs::file_size(path)},
+          {"xxh3_128", digest_file(path.string())},
+          {"tensors", tensors}};
+}
+
+}  // namespace
+
 std::uintmax_t CheckpointFolder::save(const ParameterStore& store, const CheckpointInfo& info, std::int64_t keep) {
-  make_folders(folder_, kStorage);
+  const std::unique_ptr<Communicator> alone = make_self_communicator();
+  return save(store, info, keep, *alone, /*writes=*/true);
+}
+
+std::uintmax_t CheckpointFolder::save(const ParameterStore& store, const CheckpointInfo& info, std::int64_t keep,
+                                      Communicator& world, bool writes) {
   const fs::path target = fs::path(folder_) / step_name(info.progress.step);
-  const fs::path temporary = target.string() + temporary_suffix();
+  std::string temporary;
+  on_root(world, [&] {
+    temporary = target.string() + temporary_suffix();
+    make_folders(folder_, kStorage);
+    make_folders(temporary, kStorage);
+  });
+  temporary = broadcast_text(world, temporary);
+  std::string entry, problem;
+  try {
+    if (writes) entry = write_rank_file(temporary, world.rank(), store).dump();
+  } catch (const std::exception& error) {
+    problem = error.what();
+  }
+  const std::vector<std::string> entries = gather_text(world, entry);
+  const std::vector<std::string> problems = gather_text(world, problem);
+  std::uintmax_t bytes = 0;
+  on_root(world, [&] { bytes = commit(temporary, target.string(), entries, problems, store, info, keep); });
+  return bytes;
+}
+
+std::uintmax_t CheckpointFolder::commit(const std::string& temporary, const std::string& target,
+                                        const std::vector<std::string>& entries,
+                                        const std::vector<std::string>& problems, const ParameterStore& store,
+                                        const CheckpointInfo& info, std::int64_t keep) {
   std::uintmax_t bytes = 0;
   try {
-    make_folders(temporary, kStorage);
-    const fs::path rank_file = temporary / kRankFile;
-    json parameters = json::array();
-    {
-      ArrayFileWriter writer(rank_file.string(), kStorage);
-      for (ParamId id = 0; id < store.size(); ++id) {
-        const ParamSpec& spec = store.spec(id);
-        for (const StateKind& kind : kStateKinds) {
-          const at::Tensor host = (store.*kind.tensor)(id).cpu().contiguous();
-          writer.write(concat("/", kind.name, "/", spec.name), array_info(host), host.const_data_ptr());
-        }
-        parameters.push_back({{"name", spec.name},
-                              {"shape", spec.global_shape},
-                              {"file", kRankFile},
-                              {"slice", {spec.slice_dim, spec.slice_begin, spec.slice_end}}});
-      }
-      writer.close();
+    for (std::size_t rank = 0; rank < problems.size(); ++rank) {
+      CRAM_CHECK(problems[rank].empty(), kStorage, problems.size() > 1 ? concat("rank ", rank, ": ") : "",
+                 problems[rank]);
     }
-    sync_file(rank_file, kStorage);
-    bytes = fs::file_size(rank_file);
-    json manifest = {
-        {"magic", kMagic},
-        {"version", kFormatVersion},
-        {"progress", progress_to_json(info.progress)},
-        {"settings", info.settings},
-        {"identity", info.identity},
-        {"environment", info.environment},
-        {"precision", precision_name(store.precision())},
-        {"layout", {{"data", 1}, {"tensor", 1}, {"pipeline", 1}}},
-        {"files", {{{"name", kRankFile}, {"bytes", bytes}, {"xxh3_128", digest_file(rank_file.string())}}}},
-        {"parameters", parameters}};
+    json files = json::array();
+    for (const std::string& entry : entries) {
+      if (entry.empty()) continue;
+      files.push_back(json::parse(entry));
+      bytes += files.back().at("bytes").get<std::uintmax_t>();
+    }
+    json manifest = {{"magic", kMagic},
+                     {"version", kFormatVersion},
+                     {"progress", progress_to_json(info.progress)},
+                     {"settings", info.settings},
+                     {"identity", info.identity},
+                     {"environment", info.environment},
+                     {"precision", precision_name(store.precision())},
+                     {"files", files}};
     manifest[kManifestDigest] = digest_text(manifest.dump());
-    write_file_atomically(temporary / kManifest, manifest_text(manifest), kStorage);
+    write_file_atomically(fs::path(temporary) / kManifest, manifest_text(manifest), kStorage);
     // The same step may be saved twice (a run stopped right after an interval save): the older one is equal, keep it.
     if (fs::exists(target)) {
       remove_quietly(temporary);
@@ -160,17 +211,17 @@ std::uintmax_t CheckpointFolder::save(const ParameterStore& store, const Checkpo
     throw;
   } catch (const std::exception& error) {
     remove_quietly(temporary);
-    fail(kStorage, "saving ", target.string(), " failed: ", error.what());
+    fail(kStorage, "saving ", target, " failed: ", error.what());
   }
   // Old ones go only now, and only after the new one was read back.
   try {
-    (void)verify_checkpoint(target.string());
+    (void)verify_checkpoint(target);
   } catch (const Error& error) {
     fail(kStorage, "the checkpoint just written does not verify, older ones are kept: ", error.what());
   }
   const std::vector<std::string> all = committed();
   for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < all.size(); ++i) {
-    if (all[i] != target.string()) remove_quietly(all[i]);
+    if (all[i] != target) remove_quietly(all[i]);
   }
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(folder_, error)) {
@@ -241,30 +292,75 @@ std::optional<CheckpointFolder::Found> CheckpointFolder::newest_valid() {
        "\nrestore one of them, or start again with --fresh (the old run is kept under another name)");
 }
 
-void load_checkpoint(const std::string& step_folder, ParameterStore& store) {
-  const fs::path manifest_path = fs::path(step_folder) / kManifest;
-  std::map<std::string, std::string> file_of;
+namespace {
+
+// Where one part of a tensor lies.
+struct Piece {
+  std::string file;
+  ParamSpec spec;  // name, shape and slice of the part
+};
+
+std::map<std::string, std::vector<Piece>> read_pieces(const fs::path& manifest_path) {
+  std::map<std::string, std::vector<Piece>> pieces;
   try {
     const json manifest = json::parse(read_file(manifest_path, kInvalid));
-    for (const json& parameter : manifest.at("parameters")) {
-      file_of[parameter.at("name").get<std::string>()] = parameter.at("file").get<std::string>();
+    for (const json& file : manifest.at("files")) {
+      for (const json& tensor : file.at("tensors")) {
+        Piece piece;
+        piece.file = file.at("name").get<std::string>();
+        piece.spec.name = tensor.at("name").get<std::string>();
+        piece.spec.global_shape = tensor.at("shape").get<std::vector<std::int64_t>>();
+        const auto slice = tensor.at("slice").get<std::vector<std::int64_t>>();
+        CRAM_CHECK(slice.size() == 4, kInvalid, manifest_path.string(), ": bad slice of ", piece.spec.name);
+        piece.spec.slice_dim = slice[0];
+        piece.spec.slice_begin = slice[1];
+        piece.spec.slice_end = slice[2];
+        piece.spec.slice_groups = slice[3];
+        pieces[piece.spec.name].push_back(piece);
+      }
     }
   } catch (const json::exception& error) {
     fail(kInvalid, manifest_path.string(), " is damaged: ", error.what());
   }
-  for (const auto& [name, file] : file_of) {
+  return pieces;
+}
+
+}  // namespace
+
+void load_checkpoint(const std::string& step_folder, ParameterStore& store) {
+  const std::map<std::string, std::vector<Piece>> pieces = read_pieces(fs::path(step_folder) / kManifest);
+  std::map<std::string, std::unique_ptr<ArrayFileReader>> readers;
+  for (const auto& [name, parts] : pieces) {
     CRAM_CHECK(store.has(name), kInvalid, step_folder, " has the tensor ", name, ", which this model has not");
+    for (const Piece& piece : parts) {
+      std::unique_ptr<ArrayFileReader>& reader = readers[piece.file];
+      if (!reader) reader = std::make_unique<ArrayFileReader>((fs::path(step_folder) / piece.file).string(), kInvalid);
+    }
   }
-  const ArrayFileReader reader((fs::path(step_folder) / kRankFile).string(), kInvalid);
   for (ParamId id = 0; id < store.size(); ++id) {
-    const std::string& name = store.spec(id).name;
-    CRAM_CHECK(file_of.count(name) == 1, kInvalid, step_folder, " lacks the tensor ", name);
+    const ParamSpec& spec = store.spec(id);
+    const auto found = pieces.find(spec.name);
+    CRAM_CHECK(found != pieces.end(), kInvalid, step_folder, " lacks the tensor ", spec.name);
     for (const StateKind& kind : kStateKinds) {
       const at::Tensor& target = (store.*kind.tensor)(id);
       if (!target.defined()) continue;
-      const at::Tensor host = at::empty(target.sizes(), target.options().device(at::kCPU));
-      reader.read(concat("/", kind.name, "/", name), array_info(host), host.data_ptr());
-      target.copy_(host);
+      // Not-a-number marks what no file has filled; a part that is missing must not become zeros.
+      const at::Tensor full = at::full(spec.global_shape, std::nan(""), target.options().device(at::kCPU));
+      const at::Tensor filled = at::zeros(spec.global_shape, at::kBool);
+      for (const Piece& piece : found->second) {
+        CRAM_CHECK(piece.spec.global_shape == spec.global_shape, kInvalid, step_folder, ": tensor ", spec.name,
+                   " has shape ", shape_text(piece.spec.global_shape), ", this model expects ",
+                   shape_text(spec.global_shape));
+        std::vector<std::int64_t> shape = spec.global_shape;
+        shape[static_cast<std::size_t>(piece.spec.slice_dim)] =
+            piece.spec.slice_groups * (piece.spec.slice_end - piece.spec.slice_begin);
+        const at::Tensor part = at::empty(shape, full.options());
+        readers.at(piece.file)->read(concat("/", kind.name, "/", spec.name), array_info(part), part.data_ptr());
+        put_slice(full, piece.spec, part);
+        put_slice(filled, piece.spec, at::ones(shape, at::kBool));
+      }
+      CRAM_CHECK(filled.all().item<bool>(), kInvalid, step_folder, " has only part of the tensor ", spec.name);
+      target.copy_(take_slice(full, spec));
     }
   }
   store.refresh_working();

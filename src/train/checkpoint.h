@@ -3,6 +3,9 @@
 //
 // <run>/checkpoints/step-000000050/manifest.json   sizes, digests, progress, settings, environment; written last
 //                                 /rank-00000.h5   /master/<name>, /exp_avg/<name>, /exp_avg_sq/<name>
+//
+// Every rank that holds something of its own writes one file; the manifest says which slice of which tensor is where.
+// The content does not depend on who reads it: any layout loads any checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +15,7 @@
 #include <vector>
 
 #include "model/parameter_store.h"
+#include "parallel/communicator.h"
 #include "train/budget_clock.h"
 
 namespace cram {
@@ -30,7 +34,11 @@ class CheckpointFolder {
   explicit CheckpointFolder(std::string folder) : folder_(std::move(folder)) {}
 
   /// Writes step-<step>, verifies it, then deletes the oldest beyond `keep` and leftovers of crashed saves. Returns the
-  /// bytes written. On failure the temporary is removed, older checkpoints are untouched and Error(21) says why.
+  /// bytes written by all ranks. On failure the temporary is removed, older checkpoints are untouched and every rank
+  /// throws Error(21). Collective over `world`; `writes` is false on ranks whose tensors others hold as well.
+  std::uintmax_t save(const ParameterStore& store, const CheckpointInfo& info, std::int64_t keep, Communicator& world,
+                      bool writes);
+  /// On one rank.
   std::uintmax_t save(const ParameterStore& store, const CheckpointInfo& info, std::int64_t keep);
 
   struct Found {
@@ -46,14 +54,18 @@ class CheckpointFolder {
   [[nodiscard]] const std::string& folder() const { return folder_; }
 
  private:
+  /// Rank 0: manifest, rename, read back, clean up.
+  std::uintmax_t commit(const std::string& temporary, const std::string& target,
+                        const std::vector<std::string>& entries, const std::vector<std::string>& problems,
+                        const ParameterStore& store, const CheckpointInfo& info, std::int64_t keep);
   std::string folder_;
 };
 
 /// Reads and checks one step folder: manifest, sizes, digests. Throws Error(20) naming file, expected and found.
 [[nodiscard]] CheckpointInfo verify_checkpoint(const std::string& step_folder);
 
-/// Loads masters (and moments, where the store has them) by name from a verified step folder; every parameter must be
-/// there with its shape, and no other. Refreshes the working weights.
+/// Loads masters (and moments, where the store has them) by name from a verified step folder, whatever layout wrote it;
+/// every parameter must be there whole and with its shape, and no other. Refreshes the working weights.
 void load_checkpoint(const std::string& step_folder, ParameterStore& store);
 
 /// Bytes that one checkpoint of this store takes, for the warning before the disk is full.

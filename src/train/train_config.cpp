@@ -84,6 +84,11 @@ void add_train_options(OptionTable& table, Config& config) {
            "gradient with NaN or Inf: skip the step (5 in a row halt) or halt")
       .choices({"skip", "halt"});
 
+  table.add("parallel.tensor", &config.parallel.tensor, "ranks that share every layer; data ranks are what is left")
+      .range(1, 4096)
+      .also_called({"tp", "tensor_parallel"})
+      .free_on_resume();
+
   EvalConfig& eval = config.eval;
   table.add("eval.every", &eval.every, "interval of held-out evaluation; 0 = only at the end")
       .units({"steps", "tokens", "time"})

@@ -47,6 +47,10 @@ struct TrainConfig {
   std::string on_nonfinite = "skip";
 };
 
+struct ParallelConfig {
+  std::int64_t tensor = 1;  ///< data ranks are what is left
+};
+
 struct EvalConfig {
   Quantity every{30, "m"};
   std::int64_t rows = 2048;
@@ -67,6 +71,7 @@ struct Config {
   ModelConfig model;
   DataConfig data;
   TrainConfig train;
+  ParallelConfig parallel;
   EvalConfig eval;
   CheckpointConfig checkpoint;
   LogConfig log;

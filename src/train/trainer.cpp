@@ -179,9 +179,9 @@ void Trainer::save() {
   parts_.checkpoint_info.progress = progress_;
   const double start_s = now_s();
   // Data ranks hold equal weights and moments, so the first of them writes.
-  std::uintmax_t bytes = 0;
-  on_root(parts_.mesh.world(),
-          [&] { bytes = checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep); });
+  const std::uintmax_t bytes =
+      checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep, parts_.mesh.world(),
+                        /*writes=*/parts_.mesh.place().dp_rank == 0);
   last_saved_step_ = progress_.step;
   progress_line_.saved(progress_.elapsed_s);
   metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", now_s() - start_s, " s"), progress_);

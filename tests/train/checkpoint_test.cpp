@@ -298,8 +298,8 @@ TEST(Checkpoint, OtherProgramsAndVersionsAreNamed) {
   };
   write_bytes(path, replaced("cram-checkpoint", "some-checkpoint"));
   expect_error(ExitCode::kNoCheckpoint, {"not a cram checkpoint"}, [&] { (void)verify_checkpoint(saved.path(10)); });
-  write_bytes(path, replaced("\"version\": 1", "\"version\": 2"));
-  expect_error(ExitCode::kNoCheckpoint, {"format version 2", "reads 1"},
+  write_bytes(path, replaced("\"version\": 2", "\"version\": 3"));
+  expect_error(ExitCode::kNoCheckpoint, {"format version 3", "reads 2"},
                [&] { (void)verify_checkpoint(saved.path(10)); });
   for (const char* bad : {"", "{}", "[]", "null", "{\"magic\":5}", "not JSON", "\xff"}) {
     write_bytes(path, bad);

@@ -1,10 +1,11 @@
 // Several ranks train the same run as one: same losses, same weights, same samples.
 #include <gtest/gtest.h>
+#include <torch/types.h>
 
 #include <algorithm>
 #include <cmath>
 
-#include "base/hdf5_file.h"
+#include "eval/loaded_model.h"
 #include "support/tiny_corpus.h"
 
 namespace cram::test {
@@ -22,42 +23,23 @@ std::vector<std::string> on_ranks(int ranks, const std::vector<std::string>& arg
 }
 
 std::vector<std::string> small_batches(const std::string& output, std::vector<std::string> more) {
-  std::vector<std::string> argv = tiny_train(output, {"train.batch_quantum=64", "train.micro_batch_size=8"});
+  std::vector<std::string> argv =
+      tiny_train(output, {"train.batch_quantum=64", "train.micro_batch_size=8", "model.heads=4"});
   argv.insert(argv.end(), more.begin(), more.end());
   return argv;
 }
 
-std::vector<double> masters(const std::string& run_folder) {
-  const ArrayFileReader reader(run_folder + "/checkpoints/" + checkpoints(run_folder).back() + "/rank-00000.h5",
-                               ExitCode::kOther);
-  std::vector<double> all;
-  for (const char* name :
-       {"encoder.embedding.word_embedding.weight", "encoder.embedding.pos_embedding.scale_factor",
-        "encoder.layers.0.attn.self_attention.query_key_value.weight", "encoder.layers.1.ffn.dense_out.weight",
-        "encoder.layers.0.norm1.bias", "encoder.final_norm.weight"}) {
-    const std::string path = std::string("/master/") + name;
-    const ArrayInfo info = reader.info(path);
-    std::int64_t count = 1;
-    for (const std::int64_t extent : info.shape) count *= extent;
-    std::vector<double> values(static_cast<std::size_t>(count));
-    if (info.type == ArrayType::kF64) {
-      reader.read(path, info, values.data());
-    } else {
-      std::vector<float> narrow(values.size());
-      reader.read(path, info, narrow.data());
-      std::copy(narrow.begin(), narrow.end(), values.begin());
-    }
-    all.insert(all.end(), values.begin(), values.end());
-  }
-  return all;
+// All masters of the newest checkpoint as one fp64 vector, whatever layout wrote it.
+at::Tensor masters(const std::string& run_folder) {
+  // Precision and moments do not matter here; the masters are read in the format they were saved in.
+  const bool fp64 = run_folder.find("fp64") != std::string::npos;
+  const LoadedModel model = load_model(run_folder, fp64 ? Precision::kFp64 : Precision::kFp32, at::Device(at::kCPU));
+  std::vector<at::Tensor> all;
+  for (ParamId id = 0; id < model.store->size(); ++id) all.push_back(model.store->master(id).flatten().to(at::kDouble));
+  return at::cat(all);
 }
 
-double worst_difference(const std::vector<double>& a, const std::vector<double>& b) {
-  EXPECT_EQ(a.size(), b.size());
-  double worst = 0;
-  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) worst = std::max(worst, std::abs(a[i] - b[i]));
-  return worst;
-}
+double worst_difference(const at::Tensor& a, const at::Tensor& b) { return (a - b).abs().max().item<double>(); }
 
 // Largest relative differences of loss and gradient norm over all steps.
 std::pair<double, double> compare_logs(const std::string& one, const std::string& other, std::size_t steps) {
@@ -77,7 +59,14 @@ std::pair<double, double> compare_logs(const std::string& one, const std::string
   return {loss, norm};
 }
 
-TEST(DataParallel, TwentyStepsEqualOneRank) {
+struct LayoutCase {
+  const char* name;
+  int ranks;
+  int tensor;
+};
+constexpr LayoutCase kLayouts[] = {{"dp2", 2, 1}, {"tp2", 2, 2}, {"dp2tp2", 4, 2}, {"tp4", 4, 4}, {"dp4", 4, 1}};
+
+TEST(Layouts, TwentyStepsEqualOneRank) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   struct Row {
@@ -89,18 +78,22 @@ TEST(DataParallel, TwentyStepsEqualOneRank) {
     const std::string one = out / (std::string(row.precision) + "-1");
     const ProgramResult alone = run_program(small_batches(one, more), where);
     ASSERT_EQ(alone.exit_code, 0) << alone.out;
-    for (const int ranks : {2, 4}) {
-      const std::string many = out / (std::string(row.precision) + "-" + std::to_string(ranks));
-      const ProgramResult together =
-          run_program(on_ranks(ranks, small_batches(many, more)), where, 100, kMpiEnvironment);
+    for (const LayoutCase& layout : kLayouts) {
+      const std::string label = std::string(row.precision) + "-" + layout.name;
+      std::vector<std::string> argv = small_batches(out / label, more);
+      argv.push_back("parallel.tensor=" + std::to_string(layout.tensor));
+      const ProgramResult together = run_program(on_ranks(layout.ranks, argv), where, 100, kMpiEnvironment);
       ASSERT_EQ(together.exit_code, 0) << together.out;
-      const auto [loss, norm] = compare_logs(one, many, 20);
-      EXPECT_LE(loss, row.loss) << row.precision << ", " << ranks << " ranks";
-      EXPECT_LE(norm, row.norm) << row.precision << ", " << ranks << " ranks";
-      EXPECT_LE(worst_difference(masters(one), masters(many)), row.weights)
-          << row.precision << ", " << ranks << " ranks";
+      const auto [loss, norm] = compare_logs(one, out / label, 20);
+      const double weights = worst_difference(masters(one), masters(out / label));
+      std::printf("%s: loss %.1e, gradient norm %.1e, parameters %.1e\n", label.c_str(), loss, norm, weights);
+      EXPECT_LE(loss, row.loss) << label;
+      EXPECT_LE(norm, row.norm) << label;
+      EXPECT_LE(weights, row.weights) << label;
       EXPECT_NEAR(metrics(one, "summary").back().at("eval_loss").get<double>(),
-                  metrics(many, "summary").back().at("eval_loss").get<double>(), row.loss * 10);
+                  metrics(out / label, "summary").back().at("eval_loss").get<double>(), row.loss * 10);
+      EXPECT_EQ(metrics(one, "summary").back().at("eval_accuracy"),
+                metrics(out / label, "summary").back().at("eval_accuracy"));
     }
     // Negative control: another seed is far outside every tolerance.
     std::vector<std::string> other_seed = more;
@@ -111,28 +104,47 @@ TEST(DataParallel, TwentyStepsEqualOneRank) {
   }
 }
 
-TEST(DataParallel, SameLayoutTwiceIsBitEqualAndRanksMayChangeOnResume) {
+TEST(Layouts, SameOneTwiceIsBitEqualAndAnyResumesAnother) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
-  const std::vector<std::string> more = {"train.budget=12steps", "train.precision=fp64"};
-  const auto run = [&](int ranks, std::vector<std::string> argv, const std::string& extra = "") {
+  const auto run = [&](const LayoutCase& layout, const std::string& name, const std::string& extra = "") {
+    std::vector<std::string> argv = small_batches(out / name, {"train.budget=12steps", "train.precision=fp64",
+                                                               "parallel.tensor=" + std::to_string(layout.tensor)});
     if (!extra.empty()) argv.push_back(extra);
-    const ProgramResult result = run_program(ranks == 1 ? argv : on_ranks(ranks, argv), where, 100, kMpiEnvironment);
+    const ProgramResult result =
+        run_program(layout.ranks == 1 ? argv : on_ranks(layout.ranks, argv), where, 100, kMpiEnvironment);
     EXPECT_EQ(result.exit_code, 0) << result.out;
   };
-  run(2, small_batches(out / "a", more));
-  run(2, small_batches(out / "b", more));
-  EXPECT_EQ(loss_log(out / "a"), loss_log(out / "b"));
-  EXPECT_EQ(masters(out / "a"), masters(out / "b"));
-  // The position is one number for all ranks, so 2, 4 and 1 ranks read on where the others stopped.
-  run(2, small_batches(out / "c", more), "run.stop_after=4steps");
-  run(4, small_batches(out / "c", more), "run.stop_after=8steps");
-  run(1, small_batches(out / "c", more));
-  EXPECT_LE(compare_logs(out / "a", out / "c", 12).first, 1e-12);
-  EXPECT_LE(worst_difference(masters(out / "a"), masters(out / "c")), 1e-9);
+  const LayoutCase one{"1", 1, 1};
+  run(kLayouts[2], "fp64-a");
+  run(kLayouts[2], "fp64-b");
+  EXPECT_EQ(loss_log(out / "fp64-a"), loss_log(out / "fp64-b"));
+  EXPECT_EQ(worst_difference(masters(out / "fp64-a"), masters(out / "fp64-b")), 0);
+  // Each tensor rank wrote its file; the position is one number for all ranks, so another layout reads on.
+  EXPECT_TRUE(std::filesystem::exists(out / "fp64-a/checkpoints/step-000000012/rank-00001.h5"));
+  run(kLayouts[2], "fp64-c", "run.stop_after=3steps");
+  run(one, "fp64-c", "run.stop_after=6steps");
+  run(kLayouts[3], "fp64-c", "run.stop_after=9steps");
+  run(kLayouts[0], "fp64-c");
+  EXPECT_LE(compare_logs(out / "fp64-a", out / "fp64-c", 12).first, 1e-12);
+  EXPECT_LE(worst_difference(masters(out / "fp64-a"), masters(out / "fp64-c")), 1e-9);
 }
 
-TEST(DataParallel, IllegalBatchesAreRefusedWithTheNumbers) {
+TEST(Layouts, SizesThatCannotShareTheModelAreRefused) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  std::vector<std::string> argv = small_batches(out / "r", {"train.budget=2steps", "parallel.tensor=3"});
+  const ProgramResult heads = run_program(on_ranks(3, argv), where, 60, kMpiEnvironment);
+  EXPECT_EQ(heads.exit_code, 2) << heads.out;
+  EXPECT_NE(heads.out.find("legal sizes: 1, 2, 4"), std::string::npos) << heads.out;
+  argv.back() = "parallel.tensor=2";
+  const ProgramResult world = run_program(on_ranks(3, argv), where, 60, kMpiEnvironment);
+  EXPECT_EQ(world.exit_code, 2) << world.out;
+  EXPECT_NE(world.out.find("3 ranks cannot be parallel.tensor=2"), std::string::npos) << world.out;
+  EXPECT_FALSE(std::filesystem::exists(out / "r"));
+}
+
+TEST(Layouts, IllegalBatchesAreRefusedWithTheNumbers) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   const ProgramResult result =
@@ -142,7 +154,7 @@ TEST(DataParallel, IllegalBatchesAreRefusedWithTheNumbers) {
   EXPECT_FALSE(std::filesystem::exists(out / "r"));
 }
 
-TEST(DataParallel, ASignalToOneRankSavesOnAll) {
+TEST(Layouts, ASignalToOneRankSavesOnAll) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   const std::vector<std::string> argv = small_batches(out / "r", {"train.budget=100000steps", "log.every=1steps"});
@@ -155,7 +167,7 @@ TEST(DataParallel, ASignalToOneRankSavesOnAll) {
   EXPECT_FALSE(checkpoints(out / "r").empty());
 }
 
-TEST(DataParallel, ARankThatFailsEndsTheJob) {
+TEST(Layouts, ARankThatFailsEndsTheJob) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   RunningProgram program(on_ranks(4, small_batches(out / "r", {"train.budget=100000steps", "log.every=1steps"})), where,
