@@ -2,9 +2,12 @@
 #include <ATen/core/grad_mode.h>
 
 #include <cstdio>
+#include <filesystem>
+#include <optional>
 
 #include "apps/program.h"
 #include "base/log.h"
+#include "base/options.h"
 #include "base/version.h"
 #include "eval/export.h"
 
@@ -40,19 +43,34 @@ int run(int argc, char** argv) {
   const at::NoGradGuard no_grad;
   const std::string output = command.value("output");
   cram::LoadedModel model = cram::load_model(command.value("checkpoint"), cram::Precision::kFp32, at::Device(at::kCPU));
-  cram::export_cramming(model, output);
-  cram::say("wrote ", output, "/model.safetensors from ", model.origin);
+  // Everything is checked before anything is written.
+  std::optional<cram::ShardSet> validation;
+  std::int64_t rows = 0;
   if (command.has("sample")) {
-    const auto rows = cram::parse_integer(command.value("sample"), "--sample");
+    rows = cram::parse_integer(command.value("sample"), "--sample");
     const auto known = model.info.settings.find("data.shards");
     const std::string shards = command.value("shards", known == model.info.settings.end() ? "" : known->second);
-    cram::ShardSet validation = cram::ShardSet::open(shards, "validation");
-    CRAM_CHECK(validation.vocab_size() == model.config.vocab_size && validation.seq_length() == model.config.seq_length,
-               kUsage, shards, " has V=", validation.vocab_size(), " S=", validation.seq_length(),
-               ", the model V=", model.config.vocab_size, " S=", model.config.seq_length,
-               "; give the run's own folder with --shards");
-    cram::export_sample(model, validation, rows, output);
-    cram::say("wrote ", output, "/sample.safetensors: ", rows, " validation rows and their logits");
+    CRAM_CHECK(!shards.empty(), kUsage, "--sample needs --shards: this checkpoint does not say what it was trained on");
+    validation.emplace(cram::ShardSet::open(shards, "validation"));
+    CRAM_CHECK(
+        validation->vocab_size() == model.config.vocab_size && validation->seq_length() == model.config.seq_length,
+        kUsage, shards, " has V=", validation->vocab_size(), " S=", validation->seq_length(),
+        ", the model V=", model.config.vocab_size, " S=", model.config.seq_length,
+        "; give the run's own folder with --shards");
+    CRAM_CHECK(rows >= 1 && rows <= validation->rows(), kUsage, "--sample ", rows, ": the validation split has ",
+               validation->rows(), " rows, expected 1 to that many");
+  }
+  const std::filesystem::path old_sample = std::filesystem::path(output) / "sample.safetensors";
+  if (std::filesystem::exists(old_sample)) {
+    // It belongs to the model that is about to be replaced.
+    std::filesystem::remove(old_sample);
+    cram::say("removed ", old_sample.string(), " of an earlier export");
+  }
+  cram::export_cramming(model, output);
+  cram::say("wrote ", output, "/model.safetensors from ", model.origin);
+  if (validation) {
+    cram::export_sample(model, *validation, rows, output);
+    cram::say("wrote ", old_sample.string(), ": ", rows, " validation rows and their logits");
   }
   return 0;
 }

@@ -5,9 +5,11 @@
 
 #include "apps/program.h"
 #include "apps/train_session.h"
+#include "base/check.h"
 #include "base/log.h"
 #include "base/version.h"
 #include "parallel/mpi_environment.h"
+#include "train/signals.h"
 
 namespace {
 
@@ -40,9 +42,11 @@ int run(int argc, char** argv) {
 
   if (command.has("print-config")) {
     std::fputs(options.dump_toml(true).c_str(), stdout);
+    CRAM_CHECK(std::fflush(stdout) == 0, cram::ExitCode::kOther, "writing the options to stdout failed");
     return 0;
   }
 
+  const cram::StopSignals signals;  // from here on a signal is answered with exit code 75
   const cram::Launch launch = cram::detect_launch();
   cram::configure_log({.rank = launch.rank, .world_size = launch.world_size});
   const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"),
@@ -54,7 +58,7 @@ int run(int argc, char** argv) {
       [&] {
         const std::unique_ptr<cram::Communicator> world =
             launch.world_size > 1 ? cram::make_mpi_communicator() : cram::make_self_communicator();
-        return cram::run_training(config, options, request, launch, *world);
+        return cram::run_training(config, options, request, launch, *world, signals);
       },
       [&](int exit_code) {
         if (launch.world_size > 1) mpi.abort(exit_code);

@@ -1,6 +1,10 @@
 #include "apps/program.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <csignal>
 #include <cxxopts.hpp>
 #include <iostream>
 #include <new>
@@ -16,6 +20,16 @@ bool is_out_of_memory(const std::string& what) {
   return what.find("can't allocate memory") != std::string::npos || what.find("out of memory") != std::string::npos;
 }
 
+// A closed standard descriptor would be given to the next file that is opened, and messages would land in it. A reader
+// that goes away (`| head`) and a file-size limit must end in an error code, not in a signal's death.
+void prepare_process() {
+  for (int fd = 0; fd <= 2; ++fd) {
+    if (::fcntl(fd, F_GETFD) == -1 && errno == EBADF) (void)::open("/dev/null", fd == 0 ? O_RDONLY : O_WRONLY);
+  }
+  std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);
+}
+
 }  // namespace
 
 int guarded_main(const std::string& program, const std::function<int()>& body,
@@ -27,6 +41,7 @@ int guarded_main(const std::string& program, const std::function<int()>& body,
     return static_cast<int>(code);
   };
   try {
+    prepare_process();
     return body();
   } catch (const Error& error) {
     return report(error.what(), error.code());
@@ -36,10 +51,10 @@ int guarded_main(const std::string& program, const std::function<int()>& body,
     const std::string what = error.what();
     // LibTorch appends a stack trace to its messages; the first line says what happened.
     const std::string first_line = what.substr(0, what.find('\n'));
-    return is_out_of_memory(what)
-               ? report(concat("out of memory (", first_line, "); use a smaller train.micro_batch_size"),
-                        ExitCode::kOutOfMemory)
-               : report(first_line, ExitCode::kOther);
+    return is_out_of_memory(what) ? report(concat("out of memory (", first_line,
+                                                  "); use a smaller train.micro_batch_size or a smaller model"),
+                                           ExitCode::kOutOfMemory)
+                                  : report(first_line, ExitCode::kOther);
   }
 }
 

@@ -44,6 +44,8 @@ void settle(std::int64_t& value, std::int64_t from_shards, const char* key, cons
 }
 
 Data open_data(Config& config, bool verify_all) {
+  CRAM_CHECK(!config.data.shards.empty(), ExitCode::kUsage,
+             "data.shards is empty; name a folder made by cram_data pack");
   ShardSetOptions options;
   options.verify_all = verify_all || config.data.verify == "full";
   options.skip_bad_shards = config.data.on_bad_shard == "skip";
@@ -113,6 +115,8 @@ void print_dry_run(const Config& config, const ParameterStore& registered) {
 
 void show_fills(Encoder& encoder, at::Device device, const Tokenizer& tokenizer) {
   for (const char* sentence : kSentences) {
+    // Short rows or a small vocabulary may have no room for it.
+    if (sentence_tokens(tokenizer, sentence) > encoder.config().seq_length) continue;
     std::string line = concat("  ", sentence, "  ->");
     const std::vector<FilledGap> gaps = fill_mask(encoder, device, tokenizer, sentence, 3);
     for (const FilledGap::Candidate& c : gaps[0].candidates) {
@@ -206,11 +210,14 @@ void verify_everything(const RunFolder& folder) {
 }  // namespace
 
 int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
-                 Communicator& world) {
+                 Communicator& world, const StopSignals& signals) {
   const Mesh mesh(world, layout_for(world.size(), static_cast<int>(config.parallel.tensor), /*pipeline=*/1));
   resolve_train_config(config, mesh.layout().data);
   const Data data = open_data(config, request.verify);
   check_model_config(config.model);
+  CRAM_CHECK(masked_in_row(config) > 0, ExitCode::kUsage, "train.mask_rate=", config.train.mask_rate,
+             " masks no token of a row of ", config.model.seq_length, "; the rate must be above ",
+             0.5 / static_cast<double>(config.model.seq_length));
   const bool alone_under_mpirun = launch.launcher != "none" && launch.local_size == 1;
   const int processors = std::max(1, available_processors(alone_under_mpirun) / launch.local_size);
   const DeviceChoice choice = choose_device(config, processors);
@@ -222,6 +229,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   info.settings = options.values();
   info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
   info.environment = describe_environment(choice, mesh.layout());
+  info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
 
   // The run folder is rank 0's business; the others learn where to resume from.
   std::optional<RunFolder> folder;
@@ -275,7 +283,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   };
   Summary summary;
   {
-    Trainer trainer({config, mesh, encoder, store, data.train, config.run.output, info, evaluate});
+    Trainer trainer({config, mesh, encoder, store, data.train, signals, config.run.output, info, evaluate});
     summary = trainer.run();
   }
   if (world.rank() == 0) {

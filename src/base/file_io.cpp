@@ -50,11 +50,13 @@ void sync_path(const std::filesystem::path& path, int flags, ExitCode code) {
 }  // namespace
 
 std::string read_file(const std::filesystem::path& path, ExitCode code, std::uintmax_t limit) {
-  const FileDescriptor fd(open_retrying(path, O_RDONLY));
+  // Non-blocking, or a FIFO without a writer would hang us here.
+  const FileDescriptor fd(open_retrying(path, O_RDONLY | O_NONBLOCK));
   CRAM_CHECK(fd.get() >= 0, code, "cannot read ", path.string(), ": ", reason());
   struct stat info {};
   CRAM_CHECK(::fstat(fd.get(), &info) == 0, code, "cannot stat ", path.string(), ": ", reason());
-  CRAM_CHECK(!S_ISDIR(info.st_mode), code, path.string(), " is a folder, expected a file");
+  CRAM_CHECK(S_ISREG(info.st_mode), code, path.string(),
+             S_ISDIR(info.st_mode) ? " is a folder" : " is not a regular file", ", expected a file");
   CRAM_CHECK(static_cast<std::uintmax_t>(info.st_size) <= limit, code, path.string(), " has ", info.st_size,
              " bytes, at most ", limit, " are read");
   std::string content;

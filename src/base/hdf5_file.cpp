@@ -2,6 +2,8 @@
 
 #include <hdf5.h>
 
+#include <cerrno>
+#include <cstring>
 #include <utility>
 
 namespace cram {
@@ -77,8 +79,9 @@ ArrayFileWriter::ArrayFileWriter(const std::string& path, ExitCode code) {
   set_up_hdf5();
   Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
   H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110);
+  errno = 0;
   Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose);
-  CRAM_CHECK(file.valid(), code, "cannot create ", path, ": no space, no permission, or it exists");
+  CRAM_CHECK(file.valid(), code, "cannot create ", path, ": ", errno != 0 ? std::strerror(errno) : "HDF5 refuses");
   state_.reset(new State{path, code, std::move(file)});
 }
 

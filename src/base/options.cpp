@@ -279,7 +279,8 @@ void Option::assign(std::string_view text, const std::string& origin) {
                           *v = std::string(text);
                         },
                         [&](Quantity* v) {
-                          const Quantity value = parse_quantity(text, what);
+                          // Nothing needs no unit.
+                          const Quantity value = text == "0" ? Quantity{0, v->unit} : parse_quantity(text, what);
                           const std::string family = value.is_time() ? "time" : value.unit;
                           const bool allowed =
                               allowed_.empty() || std::find(allowed_.begin(), allowed_.end(), family) != allowed_.end();

@@ -231,8 +231,8 @@ bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted
   return faults.empty() && !force;
 }
 
-void begin_folder(const std::filesystem::path& folder) {
-  make_folders(folder, ExitCode::kData);
+FolderLock begin_folder(const std::filesystem::path& folder) {
+  FolderLock lock(folder.string(), "writes", ExitCode::kData);
   std::error_code error;
   std::filesystem::remove(folder / kManifestName, error);
   CRAM_CHECK(!error, ExitCode::kData, "cannot replace ", (folder / kManifestName).string(), ": ", error.message());
@@ -246,6 +246,7 @@ void begin_folder(const std::filesystem::path& folder) {
       std::filesystem::remove(entry.path(), error);
     }
   }
+  return lock;
 }
 
 }  // namespace cram

@@ -10,6 +10,8 @@
 
 #include "data/shard.h"
 
+#include "base/folder_lock.h"
+
 namespace cram {
 
 inline constexpr const char* kManifestName = "manifest.json";
@@ -60,6 +62,6 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
 
 /// Makes the folder ready for new content: creates it, removes its manifest first (what follows is not whole until a
 /// new one is written), then leftovers and old shards.
-void begin_folder(const std::filesystem::path& folder);
+[[nodiscard]] FolderLock begin_folder(const std::filesystem::path& folder);
 
 }  // namespace cram

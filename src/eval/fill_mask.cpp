@@ -18,24 +18,39 @@ std::string readable(const std::string& piece) {
   return "##" + piece;  // continues the word before the gap
 }
 
-}  // namespace
+struct GappedSentence {
+  std::vector<std::int64_t> ids;
+  std::vector<std::int64_t> gaps;  // positions in ids
+};
 
-std::vector<FilledGap> fill_mask(Encoder& encoder, at::Device device, const Tokenizer& tokenizer,
-                                 const std::string& sentence, std::int64_t candidates) {
-  std::vector<std::int64_t> ids = {kSepId};
-  std::vector<std::int64_t> gaps;
+GappedSentence split_at_gaps(const Tokenizer& tokenizer, const std::string& sentence) {
+  GappedSentence result;
+  std::vector<std::int64_t>& ids = result.ids;
+  ids.push_back(kSepId);
   const auto append = [&](std::string_view text) {
     for (const std::uint32_t id : tokenizer.encode(text)) ids.push_back(id);
   };
   std::size_t start = 0;
   for (std::size_t gap = sentence.find(kGap); gap != std::string::npos; gap = sentence.find(kGap, start)) {
     append(std::string_view(sentence).substr(start, gap - start));
-    gaps.push_back(static_cast<std::int64_t>(ids.size()));
+    result.gaps.push_back(static_cast<std::int64_t>(ids.size()));
     ids.push_back(kMaskId);
     start = gap + kGap.size();
   }
   append(std::string_view(sentence).substr(start));
   ids.push_back(kSepId);
+  return result;
+}
+
+}  // namespace
+
+std::int64_t sentence_tokens(const Tokenizer& tokenizer, const std::string& sentence) {
+  return static_cast<std::int64_t>(split_at_gaps(tokenizer, sentence).ids.size());
+}
+
+std::vector<FilledGap> fill_mask(Encoder& encoder, at::Device device, const Tokenizer& tokenizer,
+                                 const std::string& sentence, std::int64_t candidates) {
+  const auto [ids, gaps] = split_at_gaps(tokenizer, sentence);
   CRAM_CHECK(!gaps.empty(), ExitCode::kUsage, "\"", sentence, "\" has no ", kGap);
   const auto length = static_cast<std::int64_t>(ids.size());
   CRAM_CHECK(length <= encoder.config().seq_length, ExitCode::kUsage, "the sentence has ", length,

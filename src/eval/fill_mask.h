@@ -17,6 +17,9 @@ struct FilledGap {
   std::vector<Candidate> candidates;  ///< most probable first
 };
 
+/// Tokens of the sentence with its separators: it must fit a row.
+[[nodiscard]] std::int64_t sentence_tokens(const Tokenizer& tokenizer, const std::string& sentence);
+
 /// One entry for each "[MASK]" of the sentence. The sentence stands between two [SEP], as documents do in the corpus.
 /// Throws Error(kUsage) when it has no gap or does not fit the model's rows.
 [[nodiscard]] std::vector<FilledGap> fill_mask(Encoder& encoder, at::Device device, const Tokenizer& tokenizer,

@@ -3,6 +3,7 @@
 #include <filesystem>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "base/options.h"
 #include "model/weights_io.h"
 
@@ -20,6 +21,7 @@ std::string newest_of_run(const std::string& run_folder) {
   for (auto step = all.rbegin(); step != all.rend(); ++step) {
     try {
       (void)verify_checkpoint(*step);
+      if (!reasons.empty()) log_warning("newer checkpoints are damaged, taking ", *step, ":", reasons);
       return *step;
     } catch (const Error& error) {
       reasons += concat("\n  ", *step, ": ", error.what());
@@ -33,11 +35,12 @@ std::string newest_of_run(const std::string& run_folder) {
 LoadedModel load_model(const std::string& checkpoint, Precision precision, at::Device device) {
   const fs::path path(checkpoint);
   LoadedModel model;
+  Precision format = precision;
   const auto build = [&] {
     check_model_config(model.config);
     model.store = std::make_unique<ParameterStore>();
     model.encoder = std::make_unique<Encoder>(model.config, *model.store);
-    model.store->allocate(precision, device, /*with_optimizer=*/false);
+    model.store->allocate(format, device, /*with_optimizer=*/false);
   };
   const bool exported = fs::is_directory(path) && fs::exists(path / "model.safetensors");
   if (exported || fs::is_regular_file(path)) {
@@ -48,7 +51,8 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
     return model;
   }
   CRAM_CHECK(fs::is_directory(path), ExitCode::kNoCheckpoint, checkpoint,
-             " does not exist; name a run folder, one of its ", "checkpoints/step-*, or a safetensors file");
+             " is neither a folder nor a file; name a run folder, one of its ",
+             "checkpoints/step-*, or a safetensors file");
   model.origin = fs::exists(path / "manifest.json") ? checkpoint : newest_of_run(checkpoint);
   model.info = verify_checkpoint(model.origin);
   OptionTable table;
@@ -56,6 +60,9 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
   for (const auto& [key, value] : model.info.settings) {
     if (table.find(key) != nullptr) table.set(key, value, model.origin);
   }
+  // The masters of an fp64 run are fp64; they are read as they are.
+  const auto saved = model.info.settings.find("train.precision");
+  if (saved != model.info.settings.end() && saved->second == "fp64") format = Precision::kFp64;
   build();
   load_checkpoint(model.origin, *model.store);
   return model;

@@ -18,6 +18,7 @@ struct LoadedModel {
   std::string origin;   ///< the step folder or file it came from
 };
 
+/// `precision` is that of the working weights; a run saved in fp64 is loaded in fp64 whatever is asked.
 /// Verifies digests, rebuilds the model from the checkpoint's own settings (or the file's shapes) and loads the
 /// masters, without gradients and moments. Throws Error(20) when nothing valid is there.
 [[nodiscard]] LoadedModel load_model(const std::string& checkpoint, Precision precision, at::Device device);

@@ -12,24 +12,31 @@ constexpr std::string_view kReplay = "replay:";
 
 bool starts_with(const std::string& text, std::string_view start) { return text.rfind(start, 0) == 0; }
 
-std::vector<double> read_fractions(const std::string& path) {
+std::vector<ReplayedStep> read_clock_log(const std::string& path) {
   std::istringstream lines(read_file(path, ExitCode::kUsage));
-  std::vector<double> fractions;
+  std::vector<ReplayedStep> steps;
   std::string line;
-  while (std::getline(lines, line)) {
+  for (std::size_t number = 1; std::getline(lines, line); ++number) {
     if (line.empty() || line[0] == '#') continue;
+    const std::string where = concat(path, ":", number);
     std::istringstream words(line);
-    std::string step_text, fraction_text;
-    words >> step_text >> fraction_text;
-    const std::int64_t step = parse_integer(step_text, path);
+    std::vector<std::string> columns;
+    for (std::string word; words >> word;) columns.push_back(word);
+    CRAM_CHECK(columns.size() == 3, ExitCode::kUsage, where, ": expected step, fraction and batch size, got ",
+               columns.size(), " columns");
+    const std::int64_t step = parse_integer(columns[0], where);
+    const ReplayedStep replayed{parse_double(columns[1], where), parse_integer(columns[2], where)};
     // A resumed run writes its redone steps again; the last line of a step counts.
-    CRAM_CHECK(step >= 1 && step <= static_cast<std::int64_t>(fractions.size()) + 1, ExitCode::kUsage, path,
-               " has no line for step ", fractions.size() + 1, " before step ", step);
-    fractions.resize(static_cast<std::size_t>(step));
-    fractions.back() = parse_double(fraction_text, path);
+    CRAM_CHECK(step >= 1 && step <= static_cast<std::int64_t>(steps.size()) + 1, ExitCode::kUsage, where,
+               ": no line for step ", steps.size() + 1, " before step ", step);
+    steps.resize(static_cast<std::size_t>(step));
+    const double before = step > 1 ? steps[static_cast<std::size_t>(step) - 2].fraction : 0;
+    CRAM_CHECK(replayed.fraction >= before && replayed.fraction < 1, ExitCode::kUsage, where, ": the fraction ",
+               columns[1], " is not between the step before, ", before, ", and 1");
+    steps.back() = replayed;
   }
-  CRAM_CHECK(!fractions.empty(), ExitCode::kUsage, path, " has no steps to replay");
-  return fractions;
+  CRAM_CHECK(!steps.empty(), ExitCode::kUsage, path, " has no steps to replay");
+  return steps;
 }
 
 }  // namespace
@@ -44,9 +51,11 @@ void check_clock(const Quantity& budget, const std::string& clock) {
   CRAM_CHECK(!timed || budget.is_time(), ExitCode::kUsage, "train.clock=", clock,
              " cannot consume train.budget=", budget.text(), "; give the budget as a time, for example 24h");
   if (starts_with(clock, kVirtual)) {
-    CRAM_CHECK(parse_double(clock.substr(kVirtual.size()), "train.clock") > 0, ExitCode::kUsage, "train.clock=", clock,
-               ": the seconds of a step must be positive");
+    const double step_s = parse_double(clock.substr(kVirtual.size()), "train.clock");
+    CRAM_CHECK(step_s > 0 && step_s < 1e9, ExitCode::kUsage, "train.clock=", clock,
+               ": the seconds of a step must be positive and below 1e9");
   }
+  if (starts_with(clock, kReplay)) (void)read_clock_log(clock.substr(kReplay.size()));
 }
 
 BudgetClock::BudgetClock(const Quantity& budget, const std::string& clock) : budget_(budget), kind_(Kind::kWall) {
@@ -59,7 +68,7 @@ BudgetClock::BudgetClock(const Quantity& budget, const std::string& clock) : bud
   }
   if (starts_with(clock, kReplay)) {
     kind_ = Kind::kReplay;
-    replay_ = read_fractions(clock.substr(kReplay.size()));
+    replay_ = read_clock_log(clock.substr(kReplay.size()));
   }
 }
 
@@ -97,7 +106,8 @@ double BudgetClock::fraction(const Progress& progress) const {
   switch (kind_) {
     case Kind::kSteps: return static_cast<double>(progress.step) / budget_.value;
     case Kind::kTokens: return static_cast<double>(progress.tokens) / budget_.value;
-    case Kind::kReplay: return covers_next_step(progress) ? replay_[static_cast<std::size_t>(progress.step)] : 1.0;
+    case Kind::kReplay:
+      return covers_next_step(progress) ? replay_[static_cast<std::size_t>(progress.step)].fraction : 1.0;
     case Kind::kWall:
     case Kind::kVirtual: break;
   }
@@ -106,6 +116,13 @@ double BudgetClock::fraction(const Progress& progress) const {
 
 bool BudgetClock::covers_next_step(const Progress& progress) const {
   return kind_ != Kind::kReplay || progress.step < static_cast<std::int64_t>(replay_.size());
+}
+
+void BudgetClock::check_replayed_batch(const Progress& progress, std::int64_t batch_size) const {
+  if (kind_ != Kind::kReplay) return;
+  const std::int64_t recorded = replay_[static_cast<std::size_t>(progress.step)].batch_size;
+  CRAM_CHECK(recorded == batch_size, ExitCode::kUsage, "replay: step ", progress.step + 1, " had a batch of ", recorded,
+             " in the log, these settings give ", batch_size, "; replay with the settings of the recorded run");
 }
 
 }  // namespace cram

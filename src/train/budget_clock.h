@@ -25,7 +25,13 @@ struct Progress {
   double excluded_s = 0;     ///< evaluation, final saves: not on the training clock
 };
 
-/// Throws Error(kUsage) unless the clock exists and can consume a budget of that unit.
+/// One line of a clock.log.
+struct ReplayedStep {
+  double fraction = 0;
+  std::int64_t batch_size = 0;
+};
+
+/// Throws Error(kUsage) unless the clock exists, its log can be replayed and can consume a budget of that unit.
 void check_clock(const Quantity& budget, const std::string& clock);
 
 class BudgetClock {
@@ -47,13 +53,15 @@ class BudgetClock {
   [[nodiscard]] double fraction(const Progress& progress) const;
   /// Replay only: false when the log has no line for the next step.
   [[nodiscard]] bool covers_next_step(const Progress& progress) const;
+  /// Replay only: throws Error(kUsage) unless the log has this batch size for the next step.
+  void check_replayed_batch(const Progress& progress, std::int64_t batch_size) const;
 
  private:
   [[nodiscard]] double running_s() const;
   Quantity budget_;
   enum class Kind { kWall, kSteps, kTokens, kVirtual, kReplay } kind_;
   double virtual_step_s_ = 0;
-  std::vector<double> replay_;  // fraction of step i+1
+  std::vector<ReplayedStep> replay_;  // of step i+1
   double base_s_ = 0;
   std::chrono::steady_clock::time_point since_;
   bool running_ = false;

@@ -258,6 +258,9 @@ CheckpointInfo verify_checkpoint(const std::string& step_folder) {
                  ", expected ", file.at("xxh3_128").get<std::string>());
     }
     info.progress = progress_from_json(manifest.at("progress"));
+    const std::string folder_name = fs::path(step_folder).filename().string();
+    CRAM_CHECK(!is_step_name(folder_name) || folder_name == step_name(info.progress.step), kInvalid, step_folder,
+               " holds step ", info.progress.step, ": it was copied or renamed");
     info.settings = manifest.at("settings").get<std::map<std::string, std::string>>();
     info.identity = manifest.at("identity").get<std::map<std::string, std::string>>();
     info.environment = manifest.at("environment").get<std::map<std::string, std::string>>();
@@ -285,7 +288,16 @@ std::optional<CheckpointFolder::Found> CheckpointFolder::newest_valid() {
       damaged.emplace_back(*path, error.what());
     }
   }
-  if (damaged.empty()) return std::nullopt;
+  if (damaged.empty()) {
+    // Set aside earlier, and whatever was valid then is gone: that is no reason to start over silently.
+    std::error_code error;
+    for (const fs::directory_entry& entry : fs::directory_iterator(folder_, error)) {
+      CRAM_CHECK(entry.path().filename().string().find(".damaged") == std::string::npos, kInvalid,
+                 "no valid checkpoint in ", folder_, ", only damaged ones such as ", entry.path().string(),
+                 "; start again with --fresh (the old run is kept under another name)");
+    }
+    return std::nullopt;
+  }
   std::string reasons;
   for (const auto& [path, reason] : damaged) reasons += "\n  " + path + ": " + reason;
   fail(kInvalid, "no valid checkpoint in ", folder_, " (", damaged.size(), " committed, all damaged):", reasons,
@@ -340,7 +352,8 @@ void load_checkpoint(const std::string& step_folder, ParameterStore& store) {
   for (ParamId id = 0; id < store.size(); ++id) {
     const ParamSpec& spec = store.spec(id);
     const auto found = pieces.find(spec.name);
-    CRAM_CHECK(found != pieces.end(), kInvalid, step_folder, " lacks the tensor ", spec.name);
+    CRAM_CHECK(found != pieces.end(), kInvalid, step_folder, " lacks the tensor ", spec.name,
+               ": model.* must describe the model that was saved");
     for (const StateKind& kind : kStateKinds) {
       const at::Tensor& target = (store.*kind.tensor)(id);
       if (!target.defined()) continue;

@@ -1,11 +1,16 @@
 #include "train/metrics.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "base/check.h"
 #include "base/file_io.h"
+#include "base/log.h"
 
 namespace cram {
 namespace {
@@ -32,30 +37,44 @@ std::string short_scientific(double value) {
 
 }  // namespace
 
-MetricsFiles::File MetricsFiles::open(const std::string& path) {
-  // A crash in the middle of a write leaves a torn last line; what follows must not be glued to it.
+LineFile::LineFile(const std::string& path)
+    : path_(path), fd_(::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0644)) {
+  CRAM_CHECK(fd_ >= 0, ExitCode::kOther, "cannot open ", path, " for appending: ", std::strerror(errno));
   std::error_code error;
   if (std::filesystem::file_size(path, error) > 0 && !error) {
     const std::string content = read_file(path);
     const std::size_t whole = content.rfind('\n') + 1;  // npos + 1 = 0
     if (whole != content.size()) std::filesystem::resize_file(path, whole);
   }
-  File file(std::fopen(path.c_str(), "a"));
-  CRAM_CHECK(file, ExitCode::kOther, "cannot open ", path, " for appending");
-  return file;
+}
+
+LineFile::~LineFile() { ::close(fd_); }
+
+void LineFile::append(const std::string& line) {
+  const off_t before = ::lseek(fd_, 0, SEEK_END);
+  const std::string text = line + "\n";
+  ssize_t put = 0;
+  do {
+    put = ::write(fd_, text.data(), text.size());
+  } while (put < 0 && errno == EINTR);
+  if (put == static_cast<ssize_t>(text.size())) {
+    if (lost_ > 0) log_warning(path_, ": writing works again, ", lost_, " lines were lost");
+    lost_ = 0;
+    return;
+  }
+  const std::string reason = put < 0 ? std::strerror(errno) : "no space left on the device";
+  if (put > 0 && ::ftruncate(fd_, before) != 0) log_warning(path_, " has a torn line: ", std::strerror(errno));
+  if (lost_++ == 0) log_warning("a line of ", path_, " (", text.size(), " bytes) could not be written: ", reason);
 }
 
 MetricsFiles::MetricsFiles(const std::string& run_folder, bool writes) {
   if (!writes) return;
-  metrics_ = open(run_folder + "/metrics.jsonl");
-  clock_log_ = open(run_folder + "/clock.log");
+  metrics_.emplace(run_folder + "/metrics.jsonl");
+  clock_log_.emplace(run_folder + "/clock.log");
   tensorboard_.emplace(run_folder + "/tb");
 }
 
-void MetricsFiles::write(const std::string& line) {
-  std::fputs((line + "\n").c_str(), metrics_.get());
-  std::fflush(metrics_.get());
-}
+void MetricsFiles::write(const std::string& line) { metrics_->append(line); }
 
 void MetricsFiles::train(const StepRecord& r, const Progress& p, double budget_fraction, double left_s) {
   if (!metrics_) return;
@@ -66,9 +85,7 @@ void MetricsFiles::train(const StepRecord& r, const Progress& p, double budget_f
       ",\"elapsed_s\":", format_double17(p.elapsed_s), ",\"budget_fraction\":", format_double17(budget_fraction),
       ",\"data_wait\":", format_double17(r.step_s > 0 ? r.data_wait_s / r.step_s : 0),
       ",\"left_s\":", format_double17(left_s), ",\"skipped\":", p.skipped, ",\"attempt\":", p.attempt, "}"));
-  std::fprintf(clock_log_.get(), "%lld %.17g %lld\n", static_cast<long long>(r.step), r.fraction,
-               static_cast<long long>(r.batch_size));
-  std::fflush(clock_log_.get());
+  clock_log_->append(concat(r.step, " ", format_double17(r.fraction), " ", r.batch_size));
   tensorboard_->scalar("train/loss", r.step, r.loss);
   tensorboard_->scalar("train/grad_norm", r.step, r.grad_norm);
   tensorboard_->scalar("train/lr", r.step, r.lr);

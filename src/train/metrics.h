@@ -39,7 +39,26 @@ struct Summary {
   std::optional<EvalRecord> eval;
 };
 
-/// Append-only files of one run folder. Every line is complete or absent: one write a line.
+/// An append-only text file whose lines are complete or absent, whatever the disk does.
+class LineFile {
+ public:
+  /// Cuts off a last line that a crash left torn.
+  explicit LineFile(const std::string& path);
+  ~LineFile();
+  LineFile(const LineFile&) = delete;
+  LineFile& operator=(const LineFile&) = delete;
+
+  /// Appends the line, or nothing: a part that a full disk took is taken back, the line counts as lost and the first
+  /// loss in a row is a warning. Training goes on: a log is not worth a run.
+  void append(const std::string& line);
+
+ private:
+  std::string path_;
+  int fd_;
+  std::int64_t lost_ = 0;
+};
+
+/// Files of one run folder: metrics.jsonl, clock.log, TensorBoard events.
 class MetricsFiles {
  public:
   /// With `writes` false nothing is opened or written: the ranks that only compute.
@@ -51,13 +70,8 @@ class MetricsFiles {
   void summary(const Summary& summary);
 
  private:
-  struct FileCloser {
-    void operator()(std::FILE* file) const noexcept { std::fclose(file); }
-  };
-  using File = std::unique_ptr<std::FILE, FileCloser>;
-  static File open(const std::string& path);
   void write(const std::string& line);
-  File metrics_, clock_log_;
+  std::optional<LineFile> metrics_, clock_log_;
   std::optional<TensorBoardWriter> tensorboard_;
 };
 

@@ -1,16 +1,9 @@
 #include "train/run_folder.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-#include <utility>
 
 #include "base/digest.h"
 #include "base/file_io.h"
@@ -27,6 +20,8 @@ constexpr std::string_view kHeader = "# cram run";
 
 RunFolder::RunFolder(std::string path) : path_(std::move(path)) {
   std::error_code error;
+  // Behind a link lies the folder that is meant: --fresh must rename it, not the link.
+  if (fs::is_symlink(path_, error)) path_ = fs::weakly_canonical(path_).string();
   const fs::file_status status = fs::status(path_, error);
   if (status.type() == fs::file_type::not_found) return;
   constexpr ExitCode kBad = ExitCode::kNoCheckpoint;
@@ -51,27 +46,19 @@ void RunFolder::set_aside() {
   rename_path(path_, kept);
   log_info("--fresh: the run that was in ", path_, " is kept as ", kept);
   is_new_ = true;
-  unlock();
+  lock_ = FolderLock();
 }
 
-RunFolder::~RunFolder() { unlock(); }
-
-void RunFolder::unlock() noexcept {
-  if (lock_fd_ >= 0) ::close(std::exchange(lock_fd_, -1));  // the lock goes with the descriptor
-}
-
-void RunFolder::lock() {
-  make_folders(path_);
-  const std::string file = path_ + "/lock";
-  lock_fd_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  CRAM_CHECK(lock_fd_ >= 0, ExitCode::kOther, "cannot create ", file, ": ", std::strerror(errno));
-  CRAM_CHECK(::flock(lock_fd_, LOCK_EX | LOCK_NB) == 0, ExitCode::kUsage, "another process trains in ", path_,
-             " (it holds ", file, "); wait for it or choose another run.output");
-}
+void RunFolder::lock() { lock_ = FolderLock(path_, "trains in"); }
 
 void RunFolder::open(const OptionTable& options, const std::map<std::string, std::string>& environment) {
-  CRAM_DCHECK(lock_fd_ >= 0);
+  CRAM_DCHECK(lock_.held());
   make_folders(path_ + "/logs");
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(path_, error)) {
+    // What a killed process left half written.
+    if (is_temporary_name(entry.path().filename().string())) remove_tree(entry.path());
+  }
   write_file_atomically(fs::path(path_) / kConfigFile,
                         concat(kHeader, ": every option with its resolved value\n\n", options.dump_toml(true)));
   write_file_atomically(fs::path(path_) / "environment.json", nlohmann::json(environment).dump(1) + "\n");

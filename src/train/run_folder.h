@@ -6,13 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "base/folder_lock.h"
 #include "base/options.h"
 
 namespace cram {
 
 class RunFolder {
  public:
-  ~RunFolder();
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
@@ -27,18 +27,17 @@ class RunFolder {
   /// --fresh: an existing run is kept under the next free name <path>.old-N; refused while somebody trains in it.
   void set_aside();
 
-  /// Creates the folder where it is missing and keeps every other process out of it for this object's life (flock on
-  /// <path>/lock). Error(kUsage) names the file when somebody else trains there.
+  /// Creates the folder where it is missing and keeps every other process out of it for this object's life.
+  /// Error(kUsage) when somebody else trains there.
   void lock();
 
   /// Writes config.toml and environment.json and opens the log file; the folder must be locked.
   void open(const OptionTable& options, const std::map<std::string, std::string>& environment);
 
  private:
-  void unlock() noexcept;
   std::string path_;
   bool is_new_ = true;
-  int lock_fd_ = -1;
+  FolderLock lock_;
 };
 
 /// <run>/logs/rank-00003.log

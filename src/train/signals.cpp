@@ -11,7 +11,7 @@
 namespace cram {
 namespace {
 
-constexpr std::array<int, 3> kSignals = {SIGTERM, SIGINT, SIGUSR1};
+constexpr std::array<int, 4> kSignals = {SIGTERM, SIGINT, SIGUSR1, SIGHUP};
 
 // A signal handler can only reach objects of static storage.
 std::atomic<int> g_received{0};
@@ -46,6 +46,7 @@ const char* signal_name(int number) noexcept {
     case SIGTERM: return "SIGTERM";
     case SIGINT: return "SIGINT";
     case SIGUSR1: return "SIGUSR1";
+    case SIGHUP: return "SIGHUP";
     default: return "signal";
   }
 }

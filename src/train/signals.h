@@ -1,4 +1,5 @@
-// SIGTERM, SIGINT and SIGUSR1 ask the run to save and stop; a second one leaves at once with exit code 75.
+// SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a lost terminal) ask the run to save and stop; a second one leaves at once with
+// exit code 75.
 #pragma once
 
 namespace cram {
@@ -15,7 +16,7 @@ class StopSignals {
   [[nodiscard]] int received() const noexcept;
 };
 
-/// "SIGTERM" for the three; "signal 7" otherwise.
+/// "SIGTERM" for the four; "signal 7" otherwise.
 [[nodiscard]] const char* signal_name(int number) noexcept;
 
 }  // namespace cram

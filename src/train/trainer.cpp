@@ -68,7 +68,7 @@ Summary Trainer::run() {
 }
 
 bool Trainer::stop_requested() {
-  stop_signal_ = static_cast<int>(agree_on_largest(parts_.mesh.world(), signals_.received()));
+  stop_signal_ = static_cast<int>(agree_on_largest(parts_.mesh.world(), parts_.signals.received()));
   return stop_signal_ != 0;
 }
 
@@ -83,8 +83,10 @@ std::optional<Trainer::StepPlan> Trainer::plan_step() {
     stop_reason_ = "stop_after";
   } else {
     const ScheduleSettings schedule{train_.schedule, train_.warmup, train_.peak_fraction};
-    return StepPlan{t, train_.lr * schedule_factor(schedule, t),
-                    ramped_batch_size(train_.batch_size, train_.batch_quantum, train_.batch_ramp, t)};
+    const StepPlan plan{t, train_.lr * schedule_factor(schedule, t),
+                        ramped_batch_size(train_.batch_size, train_.batch_quantum, train_.batch_ramp, t)};
+    clock_.check_replayed_batch(progress_, plan.batch_size);
+    return plan;
   }
   return std::nullopt;
 }

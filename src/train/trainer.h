@@ -26,6 +26,7 @@ struct TrainerParts {
   Encoder& encoder;
   ParameterStore& store;
   std::shared_ptr<ShardSet> shards;  ///< train split
+  const StopSignals& signals;
   std::string run_folder;
   CheckpointInfo checkpoint_info;  ///< settings, identity and environment for checkpoints; `progress` to start from
   /// Held-out evaluation and what else is shown with it. Bound by the program, so that training never sees evaluation.
@@ -68,7 +69,6 @@ class Trainer {
   ProgressLine progress_line_;
   Interval log_every_, eval_every_, save_every_;
   std::unique_ptr<Loader> loader_;
-  StopSignals signals_;
   int stop_signal_ = 0;  ///< agreed by all ranks
   std::string stop_reason_;
   std::optional<EvalRecord> last_eval_;

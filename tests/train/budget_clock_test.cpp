@@ -121,7 +121,7 @@ TEST(ReplayClock, ReadsTheFractionsBack) {
 
 TEST(ReplayClock, TheLastLineOfARedoneStepCounts) {
   const TemporaryFolder folder;
-  const BudgetClock clock({5, "steps"}, write_log(folder, "1 0\n2 0.1\n3 0.2\n2 0.15\n3 0.25\n4 0.3\n"));
+  const BudgetClock clock({5, "steps"}, write_log(folder, "1 0 8\n2 0.1 8\n3 0.2 8\n2 0.15 8\n3 0.25 8\n4 0.3 8\n"));
   EXPECT_EQ(clock.fraction(at_step(1)), 0.15);
   EXPECT_EQ(clock.fraction(at_step(2)), 0.25);
   EXPECT_EQ(clock.fraction(at_step(3)), 0.3);
@@ -129,8 +129,9 @@ TEST(ReplayClock, TheLastLineOfARedoneStepCounts) {
 
 TEST(ReplayClock, BadLogsAreRefused) {
   const TemporaryFolder folder;
-  for (const char* content : {"", "# nothing\n", "2 0.1\n", "1 0\n3 0.2\n", "1 x\n", "1\n", "x 0\n", "0 0\n", "-1 0\n",
-                              "1.5 0\n", "1 nan\n"}) {
+  for (const char* content : {"", "# nothing\n", "2 0.1 8\n", "1 0 8\n3 0.2 8\n", "1 x 8\n", "1\n", "x 0 8\n",
+                              "0 0 8\n", "-1 0 8\n", "1.5 0 8\n", "1 nan 8\n", "1 0\n", "1 0 x\n", "1 -0.1 8\n",
+                              "1 1 8\n", "1 0 8 9\n", "1 0 8\n2 0.5 8\n3 0.4 8\n"}) {
     const std::string clock = write_log(folder, content);
     expect_error(
         ExitCode::kUsage, {"clock.log"},

@@ -183,7 +183,6 @@ TEST(Checkpoint, NothingThereIsNoCheckpoint) {
   make_folders(root / "empty");
   EXPECT_FALSE(CheckpointFolder(root / "empty").newest_valid());
   make_folders(root / "foreign/step-000000010.tmp-1-2-3");
-  make_folders(root / "foreign/step-000000020.damaged");
   make_folders(root / "foreign/step-x");
   make_folders(root / "foreign/step-");
   make_folders(root / "foreign/epoch-1");

@@ -1,0 +1,104 @@
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+#include <torch/types.h>
+
+#include <chrono>
+#include <cmath>
+
+#include "data/data_support.h"
+#include "eval/mlm.h"
+#include "parallel/grad_sync.h"
+#include "support/golden.h"
+#include "support/thread_ranks.h"
+#include "train/trainer.h"
+
+namespace cram {
+namespace {
+
+using test::Model;
+using test::run_ranks;
+using testing::TemporaryFolder;
+
+ModelConfig tiny_config() {
+  ModelConfig config;
+  config.layers = 1;
+  config.hidden = 16;
+  config.heads = 2;
+  config.ffn = 24;
+  config.vocab_size = 21;
+  config.seq_length = 8;
+  return config;
+}
+
+// Rank 1 begins 0.3 s late: with a clock of its own its figures would lag by that much for ever.
+TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
+  const TemporaryFolder folder;
+  testing::write_prepared(folder.path("s"), testing::counting_rows(40, 8, 21), testing::counting_rows(4, 8, 21),
+                          {8, 21, 700});
+  std::filesystem::create_directories(folder.path("r"));
+  std::vector<Summary> ends(2);
+  std::vector<at::Tensor> masters(2);
+  const StopSignals signals;
+  const auto messages = run_ranks(2, [&](Communicator& world) {
+    const at::NoGradGuard no_grad;
+    const auto rank = static_cast<std::size_t>(world.rank());
+    const Mesh mesh(world, Layout{.tensor = 1, .pipeline = 1, .data = 2});
+    Config config;
+    config.model = tiny_config();
+    config.run.stop_after = {3, "steps"};
+    config.train.budget = {1, "h"};
+    config.train.batch_size = config.train.batch_quantum = 8;
+    config.train.micro_batch_size = 4;
+    resolve_train_config(config, 2);
+    Model model(config.model, Precision::kFp32);
+    const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
+    Trainer trainer(
+        {config, mesh, model.encoder, model.store, shards, signals, folder.path("r"), {}, [] { return EvalRecord{}; }});
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    ends[rank] = trainer.run();
+    masters[rank] = model.store.buffers()[0].master.clone();
+  });
+  EXPECT_EQ(messages, std::vector<std::string>(2));
+  EXPECT_EQ(ends[0].progress.step, 3);
+  EXPECT_EQ(ends[0].progress.elapsed_s, ends[1].progress.elapsed_s);
+  EXPECT_TRUE(masters[0].equal(masters[1]));
+}
+
+// Larger than one bucket, with a last one that is not full, and a small second buffer.
+TEST(ReduceGradients, EveryElementOfEveryBufferIsSummed) {
+  const auto messages = run_ranks(2, [](Communicator& world) {
+    std::vector<at::Tensor> flat;
+    for (const std::int64_t count : {2 * kBucketElements + 3, std::int64_t{64}})
+      flat.push_back(at::full({count}, world.rank() + 1, at::kFloat));
+    reduce_gradients(world, flat);
+    for (const at::Tensor& sum : flat) EXPECT_TRUE(sum.eq(3).all().item<bool>()) << sum.numel();
+  });
+  EXPECT_EQ(messages, std::vector<std::string>(2));
+}
+
+// Logits are 8 for token 7 and 0 for the others, whatever the input; the last two of seven rows are token 9 throughout.
+TEST(EvaluateMlm, LossAndAccuracyByHandForEveryNumberOfRanks) {
+  const TemporaryFolder folder;
+  testing::Rows held_out(5, std::vector<std::uint32_t>(8, 7));
+  held_out.insert(held_out.end(), 2, std::vector<std::uint32_t>(8, 9));
+  testing::write_prepared(folder.path(), held_out, held_out, {8, 21, 700});
+  for (const int ranks : {1, 2, 3}) {
+    const auto messages = run_ranks(ranks, [&](Communicator& world) {
+      const at::NoGradGuard no_grad;
+      Model model(tiny_config(), Precision::kFp64);
+      for (FlatBuffers& b : model.store.buffers()) b.master.zero_();
+      model.store.master(model.store.find("encoder.final_norm.bias")).fill_(0.5);
+      model.store.master(model.store.find("encoder.embedding.word_embedding.weight"))[7].fill_(1);
+      ShardSet shards = ShardSet::open(folder.path(), "validation");
+      const EvalRecord record =
+          evaluate_mlm(model.encoder, at::kCPU, shards, {.rows = 100, .micro_batch = 2, .mask_rate = 0.25}, world);
+      EXPECT_EQ(record.masked, 14);
+      EXPECT_DOUBLE_EQ(record.accuracy, 10.0 / 14);
+      EXPECT_NEAR(record.loss, std::log(std::exp(8.0) + 20) - 8 * 10.0 / 14, 1e-12);
+    });
+    EXPECT_EQ(messages, std::vector<std::string>(static_cast<std::size_t>(ranks)));
+  }
+}
+
+}  // namespace
+}  // namespace cram
