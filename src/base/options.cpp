@@ -121,7 +121,11 @@ double Quantity::seconds() const {
   return value;
 }
 
-std::string Quantity::text() const { return format_double(value) + unit; }
+std::string Quantity::text() const {
+  // "100000steps" reads better than the shortest form, 1e+05steps.
+  const bool whole = value == std::floor(value) && value < 1e15;
+  return (whole ? std::to_string(static_cast<std::int64_t>(value)) : format_double(value)) + unit;
+}
 
 double parse_double(std::string_view text, std::string_view what) {
   const std::string digits = without_digit_separators(text);

@@ -79,6 +79,8 @@ void verify_folder(const std::string& folder) {
 
 void inspect_folder(const InspectSettings& settings) {
   CRAM_CHECK(settings.samples >= 0, ExitCode::kUsage, "--samples must not be negative, got ", settings.samples);
+  CRAM_CHECK(settings.split == "train" || settings.split == "validation", ExitCode::kUsage, "--split ", settings.split,
+             " is unknown, expected train or validation");
   const Manifest manifest = read_manifest(settings.folder);
   const Tokenizer tokenizer = Tokenizer::load(settings.folder);
   say(settings.folder, ": ", manifest.kind, "; ", manifest.tokenizer.type, " tokenizer of ",
@@ -91,6 +93,8 @@ void inspect_folder(const InspectSettings& settings) {
         with_commas(split.documents), " documents, ", split.dropped_tokens, " tokens dropped at the end");
   }
   ShardSet shards = ShardSet::open(settings.folder, settings.split);
+  CRAM_CHECK(settings.samples <= shards.rows(), ExitCode::kUsage, "--samples ", settings.samples, ": the ",
+             settings.split, " split has ", shards.rows(), " rows");
   RandomStream stream(stream_key(settings.seed, "inspect"));
   for (std::int64_t i = 0; i < settings.samples; ++i) {
     const auto row = static_cast<std::int64_t>(stream.below(static_cast<std::uint64_t>(shards.rows())));

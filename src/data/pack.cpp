@@ -113,8 +113,8 @@ double fitting_share(const Corpus& corpus, std::int64_t seq_length) {
     advice = concat("--validation ", format_double(share), " fits this text");
   } else {
     advice = concat(
-        "no --validation fits this text: add text, split it into more documents (blank lines), or choose a "
-        "smaller --seq-length");
+        "no --validation fits this text (identical documents stay on one side): add other text, split it into more "
+        "different documents (blank lines), or choose a smaller --seq-length");
   }
   fail(ExitCode::kData, "too little text: ", corpus.ids.size(), " tokens in ", corpus.documents.size(),
        " documents give ", train_tokens, " for training and ", validation_tokens, " for validation with --validation ",

@@ -167,6 +167,29 @@ TEST(Layouts, ASignalToOneRankSavesOnAll) {
   EXPECT_FALSE(checkpoints(out / "r").empty());
 }
 
+// The launch script turns TERM into USR1, because mpirun would kill the ranks within a second.
+TEST(Layouts, TheLocalLauncherPassesSignalsAndExitCodes) {
+  const std::string source = CRAM_SOURCE_DIR;
+  if (std::string(CRAM_PROGRAM_DIR) != source + "/build/bin")
+    GTEST_SKIP() << "launch/run_local.sh starts the release build";
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const auto launch = [&](const std::string& ranks, const std::vector<std::string>& argv) {
+    std::vector<std::string> all = {source + "/launch/run_local.sh", ranks};
+    all.insert(all.end(), argv.begin() + 1, argv.end());
+    return all;
+  };
+  RunningProgram program(launch("2", small_batches(out / "r", {"train.budget=100000steps", "log.every=1steps"})),
+                         where);
+  ASSERT_TRUE(program.wait_for_output("| step 5 ")) << program.output_so_far();
+  program.send(SIGTERM);
+  const ProgramResult result = program.wait(30);
+  EXPECT_EQ(result.exit_code, 75) << result.out;
+  EXPECT_FALSE(checkpoints(out / "r").empty());
+  EXPECT_EQ(run_program(launch("0", {"cram_train"}), where).exit_code, 2);
+  EXPECT_EQ(run_program(launch("2", {"cram_train", "train.lr=x"}), where, 30).exit_code, 2);
+}
+
 TEST(Layouts, ARankThatFailsEndsTheJob) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;

@@ -168,6 +168,21 @@ TEST(Newcomer, TwoPackersInOneFolderAreToldApart) {
   EXPECT_EQ(run_program({"cram_data", "verify", out / "s"}, where).exit_code, 0);
 }
 
+TEST(Newcomer, InspectAndPackSayWhatIsWrong) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  EXPECT_EQ(run_program({"cram_data", "inspect", "s", "--samples", "1000000"}, where).exit_code, 2);
+  EXPECT_EQ(run_program({"cram_data", "inspect", "s", "--split", "test"}, where).exit_code, 2);
+  std::ofstream same(out / "same.txt");
+  for (int i = 0; i < 3000; ++i) same << "the very same line of text again and again\n\n";
+  same.close();
+  const ProgramResult result = run_program({"cram_data", "pack", "--input", out / "same.txt", "--tokenizer", "t",
+                                            "--output", out / "s", "--seq-length", "32"},
+                                           where);
+  EXPECT_EQ(result.exit_code, 22) << result.out;
+  EXPECT_TRUE(contains(result.out, "identical documents stay on one side")) << result.out;
+}
+
 TEST(Newcomer, ASignalDuringStartUpIsAnsweredWith75) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
