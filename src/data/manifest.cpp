@@ -231,8 +231,10 @@ bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted
   return faults.empty() && !force;
 }
 
-FolderLock begin_folder(const std::filesystem::path& folder) {
+FolderLock begin_folder(const std::filesystem::path& folder, const Manifest& wanted, bool force) {
   FolderLock lock(folder.string(), "writes", ExitCode::kData);
+  // Somebody may have finished there since this process looked; what they made is refused as if it had been there.
+  (void)is_already_made(folder, wanted, force);
   std::error_code error;
   std::filesystem::remove(folder / kManifestName, error);
   CRAM_CHECK(!error, ExitCode::kData, "cannot replace ", (folder / kManifestName).string(), ": ", error.message());

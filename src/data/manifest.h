@@ -60,8 +60,9 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
 /// given up.
 [[nodiscard]] bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted, bool force);
 
-/// Makes the folder ready for new content: creates it, removes its manifest first (what follows is not whole until a
+/// Makes the folder ready for new content, as its only writer while the lock lives: creates it, refuses it like
+/// is_already_made, removes its manifest first (what follows is not whole until a
 /// new one is written), then leftovers and old shards.
-[[nodiscard]] FolderLock begin_folder(const std::filesystem::path& folder);
+[[nodiscard]] FolderLock begin_folder(const std::filesystem::path& folder, const Manifest& wanted, bool force);
 
 }  // namespace cram

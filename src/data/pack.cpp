@@ -317,7 +317,8 @@ void pack(const PackSettings& settings) {
 
   BlockOrderContext context{settings.seq_length, vocab_size, settings.seed, {}};
   if (settings.order == "sentence-length") context.full_stops = full_stops_of(tokenizer);
-  const FolderLock lock = begin_folder(settings.output);  // one writer until the manifest is there
+  const FolderLock lock =
+      begin_folder(settings.output, manifest, settings.force);  // one writer until the manifest is there
   write_file_atomically(std::filesystem::path(settings.output) / kTokenizerFileName, tokenizer.bytes(),
                         ExitCode::kData);
   manifest.tokenizer = {vocab_size, tokenizer.type(), tokenizer.digest(), digest_text(tokenizer.bytes())};

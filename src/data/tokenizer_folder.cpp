@@ -54,7 +54,8 @@ void make_tokenizer_folder(const TokenizerFolderSettings& settings) {
     say("the text supports ", tokenizer.vocab_size(), " entries of the ", settings.tokenizer.vocab_size,
         " asked for: the vocabulary has ", tokenizer.vocab_size());
   }
-  const FolderLock lock = begin_folder(settings.output);  // one writer until the manifest is there
+  const FolderLock lock =
+      begin_folder(settings.output, manifest, settings.force);  // one writer until the manifest is there
   write_file_atomically(std::filesystem::path(settings.output) / kTokenizerFileName, model, ExitCode::kData);
   write_manifest(settings.output, manifest);
   say("wrote ", settings.output, ": ", tokenizer.vocab_size(), " entries, digest ", tokenizer.digest());
