@@ -26,7 +26,7 @@ build_packages=(
   libxxhash-dev libutf8proc-dev libzstd-dev zlib1g-dev
   python3 python3-venv
 )
-test_packages=(libgtest-dev libbenchmark-dev sentencepiece clang clang-format clang-tidy python3-dev iproute2)
+test_packages=(libgtest-dev libbenchmark-dev sentencepiece clang clang-format clang-tidy python3-dev iproute2 procps)
 
 missing_debian() {
   local known package
