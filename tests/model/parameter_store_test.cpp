@@ -17,16 +17,7 @@ namespace {
 using test::expect_error;
 using test::Model;
 
-ModelConfig small_config() {
-  ModelConfig config;
-  config.layers = 3;
-  config.hidden = 48;
-  config.heads = 4;
-  config.ffn = 64;
-  config.vocab_size = 101;
-  config.seq_length = 16;
-  return config;
-}
+ModelConfig small_config() { return test::model_of(3, 48, 4, 64, 101, 16); }
 
 TEST(ModelConfig, CountsOfTheRecipe) {
   ModelConfig config;

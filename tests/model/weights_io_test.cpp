@@ -20,16 +20,7 @@ using test::TemporaryFolder;
 constexpr const char* kEmbedding = "encoder.embedding.word_embedding.weight";
 constexpr const char* kFactor = "encoder.layers.1.attn.self_attention.norm_factor";
 
-ModelConfig small_config() {
-  ModelConfig config;
-  config.layers = 2;
-  config.hidden = 32;
-  config.heads = 2;
-  config.ffn = 48;
-  config.vocab_size = 37;
-  config.seq_length = 8;
-  return config;
-}
+ModelConfig small_config() { return test::model_of(2, 32, 2, 48, 37, 8); }
 
 using Tensors = std::map<std::string, at::Tensor>;
 

@@ -47,6 +47,19 @@ struct Golden {
   [[nodiscard]] double number(const std::string& name) const { return at(name).item<double>(); }
 };
 
+/// A model's shape in one line.
+inline ModelConfig model_of(std::int64_t layers, std::int64_t hidden, std::int64_t heads, std::int64_t ffn,
+                            std::int64_t vocab_size, std::int64_t seq_length) {
+  ModelConfig config;
+  config.layers = layers;
+  config.hidden = hidden;
+  config.heads = heads;
+  config.ffn = ffn;
+  config.vocab_size = vocab_size;
+  config.seq_length = seq_length;
+  return config;
+}
+
 /// The group of this process alone, for what wants a group.
 inline Communicator& self_group() {
   static const std::unique_ptr<Communicator> group = make_self_communicator();

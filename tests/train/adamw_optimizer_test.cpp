@@ -196,17 +196,8 @@ TEST(ClipFactor, IsTheFormula) {
   EXPECT_LT(clip_factor(0.5, 0.5), 1) << "the 1e-6 of the public code";
 }
 
-ModelConfig odd_config() {
-  // Sizes off every multiple of 16 and 64, and more than one optimizer chunk.
-  ModelConfig config;
-  config.layers = 2;
-  config.hidden = 66;
-  config.heads = 3;
-  config.ffn = 70;
-  config.vocab_size = 1501;
-  config.seq_length = 8;
-  return config;
-}
+// Sizes off every multiple of 16 and 64, and more than one optimizer chunk.
+ModelConfig odd_config() { return test::model_of(2, 66, 3, 70, 1501, 8); }
 
 TEST(GradNorm, OfOnesIsTheRootOfTheParameterCount) {
   for (const Precision precision : {Precision::kFp64, Precision::kFp32, Precision::kBf16}) {

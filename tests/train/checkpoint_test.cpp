@@ -23,16 +23,7 @@ using test::expect_error;
 using test::Model;
 using test::TemporaryFolder;
 
-ModelConfig tiny_config() {
-  ModelConfig config;
-  config.layers = 1;
-  config.hidden = 16;
-  config.heads = 2;
-  config.ffn = 24;
-  config.vocab_size = 21;
-  config.seq_length = 8;
-  return config;
-}
+ModelConfig tiny_config() { return test::model_of(1, 16, 2, 24, 21, 8); }
 
 void randomize(ParameterStore& store, std::uint64_t seed) {
   store.initialize(seed);

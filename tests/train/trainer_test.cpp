@@ -19,16 +19,7 @@ using test::Model;
 using test::run_ranks;
 using testing::TemporaryFolder;
 
-ModelConfig tiny_config() {
-  ModelConfig config;
-  config.layers = 1;
-  config.hidden = 16;
-  config.heads = 2;
-  config.ffn = 24;
-  config.vocab_size = 21;
-  config.seq_length = 8;
-  return config;
-}
+ModelConfig tiny_config() { return test::model_of(1, 16, 2, 24, 21, 8); }
 
 // Rank 1 begins 0.3 s late: with a clock of its own its figures would lag by that much for ever.
 TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
