@@ -92,8 +92,10 @@ void ArrayFileWriter::write(const std::string& name, const ArrayInfo& info, cons
   const Handle space(H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose);
   const Handle links(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
   H5Pset_create_intermediate_group(links.get(), 1);
+  const Handle creation(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
+  H5Pset_obj_track_times(creation.get(), false);  // equal content gives equal bytes, whenever it is written
   Handle array(H5Dcreate2(state_->file.get(), name.c_str(), stored_type(info.type), space.get(), links.get(),
-                          H5P_DEFAULT, H5P_DEFAULT),
+                          creation.get(), H5P_DEFAULT),
                H5Dclose);
   const bool written =
       array.valid() && H5Dwrite(array.get(), native_type(info.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0;

@@ -2,11 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <thread>
+
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 
+#include "base/digest.h"
 #include "base/file_io.h"
 #include "support/expect_error.h"
 #include "support/file_size_limit.h"
@@ -209,6 +213,20 @@ TEST(Hdf5File, ItemBytes) {
   EXPECT_EQ(array_item_bytes(ArrayType::kF32), 4U);
   EXPECT_EQ(array_item_bytes(ArrayType::kI64), 8U);
   EXPECT_EQ(array_item_bytes(ArrayType::kF64), 8U);
+}
+
+TEST(ArrayFile, EqualContentGivesEqualBytesWheneverItIsWritten) {
+  const TemporaryFolder folder;
+  const auto write = [&](const std::string& name) {
+    ArrayFileWriter writer(folder / name, ExitCode::kOther);
+    const std::vector<float> values(10, 1.5F);
+    writer.write("/group/values", {ArrayType::kF32, {10}}, values.data());
+    writer.close();
+    return digest_file(folder / name);
+  };
+  const std::string first = write("a.h5");
+  std::this_thread::sleep_for(std::chrono::milliseconds(1100));  // a stamp would count whole seconds
+  EXPECT_EQ(first, write("b.h5"));
 }
 
 }  // namespace
