@@ -2,6 +2,9 @@
 
 #include <torch/types.h>
 
+#include <algorithm>
+#include <cstring>
+
 #include "base/check.h"
 
 namespace cram {
@@ -24,11 +27,54 @@ void Communicator::check_peer(const char* operation, int peer) const {
              " is not one of its ", size_);
 }
 
+Operation Communicator::begin(const char* name, at::ScalarType dtype, std::int64_t count, double bytes, int peer) {
+  const Operation operation{name, &name_, rank_, size_, peer, dtype, count, trace_.operations()};
+  trace_.record(name, dtype, count, bytes);
+  if (checks_calls_ && peer < 0 && size_ > 1) compare_calls(operation);
+  return operation;
+}
+
+void Communicator::compare_calls(const Operation& operation) {
+  std::int64_t name_digest = 0;  // the first 8 letters tell all operations apart
+  std::memcpy(&name_digest, operation.name, std::min(sizeof name_digest, std::strlen(operation.name)));
+  const at::Tensor mine = at::tensor(
+      {operation.sequence, name_digest, static_cast<std::int64_t>(operation.dtype), operation.count}, at::kLong);
+  const at::Tensor all = at::empty({size_, mine.numel()}, at::kLong);
+  const PendingOperations::Scope waiting(*pending_, operation);
+  start_all_gather(all, mine).wait();
+  for (int r = 0; r < size_; ++r) {
+    if (at::equal(all[r], mine)) continue;
+    const auto* theirs = all[r].const_data_ptr<std::int64_t>();
+    char name[sizeof name_digest + 1] = {};
+    std::memcpy(name, &theirs[1], sizeof name_digest);
+    fail(ExitCode::kPeerLost, "ranks of group ", name_, " have gone apart: rank ", rank_, " calls ", operation.text(),
+         ", rank ", r, " calls ", name, " of ", theirs[3], " x ", c10::toString(static_cast<at::ScalarType>(theirs[2])),
+         ", number ", theirs[0]);
+  }
+}
+
+template <class Start>
+Work Communicator::started(const Operation& operation, const Start& start) {
+  const PendingOperations::Scope waiting(*pending_, operation);  // some backends wait right here
+  Work work = start();
+  work.announce(pending_, operation);
+  return work;
+}
+
+void Work::wait() {
+  if (!pending_) return;
+  const std::unique_ptr<Pending> pending = std::move(pending_);
+  if (waiting_ == nullptr) return pending->wait();
+  const PendingOperations::Scope waiting(*waiting_, operation_);
+  pending->wait();
+}
+
 Work Communicator::all_reduce_async_(const at::Tensor& tensor, ReduceOp op) {
   check("all_reduce_", tensor);
-  trace_.record("all_reduce", tensor.scalar_type(), tensor.numel(), bytes_of(tensor) * 2 * (size_ - 1) / size_);
+  const Operation operation =
+      begin("all_reduce", tensor.scalar_type(), tensor.numel(), bytes_of(tensor) * 2 * (size_ - 1) / size_);
   if (tensor.numel() == 0 || size_ == 1) return Work();
-  return start_all_reduce(tensor, op);
+  return started(operation, [&] { return start_all_reduce(tensor, op); });
 }
 
 Work Communicator::all_gather_async(const at::Tensor& out, const at::Tensor& in) {
@@ -37,9 +83,9 @@ Work Communicator::all_gather_async(const at::Tensor& out, const at::Tensor& in)
   CRAM_CHECK(out.numel() == size_ * in.numel() && out.scalar_type() == in.scalar_type(), ExitCode::kOther,
              "all_gather on group ", name_, ": expected ", size_, " x ", in.numel(), " elements of one type, got ",
              out.numel());
-  trace_.record("all_gather", in.scalar_type(), out.numel(), bytes_of(out) * (size_ - 1) / size_);
+  const Operation operation = begin("all_gather", in.scalar_type(), out.numel(), bytes_of(out) * (size_ - 1) / size_);
   if (in.numel() == 0) return Work();
-  return start_all_gather(out, in);
+  return started(operation, [&] { return start_all_gather(out, in); });
 }
 
 Work Communicator::reduce_scatter_async(const at::Tensor& out, const at::Tensor& in, ReduceOp op) {
@@ -48,27 +94,29 @@ Work Communicator::reduce_scatter_async(const at::Tensor& out, const at::Tensor&
   CRAM_CHECK(in.numel() == size_ * out.numel() && out.scalar_type() == in.scalar_type(), ExitCode::kOther,
              "reduce_scatter on group ", name_, ": expected ", size_, " x ", out.numel(), " elements of one type, got ",
              in.numel());
-  trace_.record("reduce_scatter", in.scalar_type(), in.numel(), bytes_of(in) * (size_ - 1) / size_);
+  const Operation operation = begin("reduce_scatter", in.scalar_type(), in.numel(), bytes_of(in) * (size_ - 1) / size_);
   if (out.numel() == 0) return Work();
-  return start_reduce_scatter(out, in, op);
+  return started(operation, [&] { return start_reduce_scatter(out, in, op); });
 }
 
 Work Communicator::exchange_async_(const std::vector<Message>& sends, const std::vector<Message>& receives) {
   std::vector<Message> full_sends, full_receives;
+  Operation last;
   for (const Message& message : sends) {
     check("exchange_", message.tensor);
     check_peer("exchange_", message.peer);
-    trace_.record("send", message.tensor.scalar_type(), message.tensor.numel(), bytes_of(message.tensor));
-    if (message.tensor.numel() > 0) full_sends.push_back(message);
+    const at::Tensor& t = message.tensor;
+    last = begin("send", t.scalar_type(), t.numel(), message.peer == rank_ ? 0 : bytes_of(t), message.peer);
+    if (t.numel() > 0) full_sends.push_back(message);
   }
   for (const Message& message : receives) {
     check("exchange_", message.tensor);
     check_peer("exchange_", message.peer);
-    trace_.record("receive", message.tensor.scalar_type(), message.tensor.numel(), 0);
+    last = begin("receive", message.tensor.scalar_type(), message.tensor.numel(), 0, message.peer);
     if (message.tensor.numel() > 0) full_receives.push_back(message);
   }
   if (full_sends.empty() && full_receives.empty()) return Work();
-  return start_exchange(full_sends, full_receives);
+  return started(last, [&] { return start_exchange(full_sends, full_receives); });
 }
 
 void Communicator::all_reduce_(const at::Tensor& tensor, ReduceOp op) { all_reduce_async_(tensor, op).wait(); }
@@ -85,18 +133,27 @@ void Communicator::recv_(const at::Tensor& tensor, int peer) { exchange_({}, {{p
 void Communicator::broadcast_(const at::Tensor& tensor, int root) {
   check("broadcast_", tensor);
   check_peer("broadcast_", root);
-  trace_.record("broadcast", tensor.scalar_type(), tensor.numel(), rank_ == root && size_ > 1 ? bytes_of(tensor) : 0);
-  if (tensor.numel() > 0 && size_ > 1) do_broadcast(tensor, root);
+  const Operation operation =
+      begin("broadcast", tensor.scalar_type(), tensor.numel(), rank_ == root && size_ > 1 ? bytes_of(tensor) : 0);
+  if (tensor.numel() == 0 || size_ == 1) return;
+  const PendingOperations::Scope waiting(*pending_, operation);
+  do_broadcast(tensor, root);
 }
 
 void Communicator::barrier() {
-  trace_.record("barrier", at::kByte, 0, 0);
-  if (size_ > 1) do_barrier();
+  const Operation operation = begin("barrier", at::kByte, 0, 0);
+  if (size_ == 1) return;
+  const PendingOperations::Scope waiting(*pending_, operation);
+  do_barrier();
 }
 
 std::unique_ptr<Communicator> Communicator::split(int color, int key, const std::string& name) {
-  trace_.record("split", at::kByte, 0, 0);
-  return do_split(color, key, name);
+  const Operation operation = begin("split", at::kByte, 0, 0);
+  const PendingOperations::Scope waiting(*pending_, operation);
+  std::unique_ptr<Communicator> part = do_split(color, key, name);
+  part->pending_ = pending_;
+  part->checks_calls_ = checks_calls_;
+  return part;
 }
 
 }  // namespace cram

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "parallel/pending.h"
 #include "parallel/trace.h"
 
 namespace cram {
@@ -29,6 +30,8 @@ class [[nodiscard]] Work {
    public:
     virtual ~Pending() = default;
     virtual void wait() = 0;
+    /// True when wait() would return at once; looking makes progress.
+    [[nodiscard]] virtual bool done() = 0;
   };
 
   Work() = default;
@@ -38,18 +41,26 @@ class [[nodiscard]] Work {
   Work& operator=(Work&&) noexcept = default;
 
   /// Returns when the tensors may be used; at once for a default-made or finished one. Rethrows what went wrong.
-  void wait() {
-    if (pending_) std::unique_ptr<Pending>(std::move(pending_))->wait();
+  void wait();
+  /// True when wait() would return at once. Looking makes progress where nothing else does (MPI).
+  [[nodiscard]] bool done() { return !pending_ || pending_->done(); }
+  /// Who is told while wait() blocks; set by the communicator.
+  void announce(std::shared_ptr<PendingOperations> waiting, const Operation& operation) {
+    waiting_ = std::move(waiting);
+    operation_ = operation;
   }
 
  private:
   std::unique_ptr<Pending> pending_;
+  std::shared_ptr<PendingOperations> waiting_;
+  Operation operation_;
 };
 
 /// One side of a message in `exchange_`.
 struct Message {
   int peer = 0;
   at::Tensor tensor;
+  int tag = 0;  ///< a receive takes the first message from its peer with its tag
 };
 
 class Communicator {
@@ -65,15 +76,15 @@ class Communicator {
 
   /// In place; the same bits on every rank.
   void all_reduce_(const at::Tensor& tensor, ReduceOp op = ReduceOp::kSum);
-  /// `out` holds size() parts of in.numel() elements, in rank order.
+  /// `out` holds size() parts of in.numel() elements, in rank order. `in` may be this rank's part of `out` itself.
   void all_gather(const at::Tensor& out, const at::Tensor& in);
   /// `in` holds size() parts of out.numel() elements; part r, summed over the ranks, goes to rank r.
   void reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op = ReduceOp::kSum);
   void broadcast_(const at::Tensor& tensor, int root);
   void send(const at::Tensor& tensor, int peer);
   void recv_(const at::Tensor& tensor, int peer);
-  /// All sends and receives at once: no order among them can deadlock. Several messages between the same two ranks
-  /// arrive in the order of the lists.
+  /// All sends and receives at once: no order among them can deadlock. Messages between the same two ranks with the
+  /// same tag arrive in the order of the lists.
   void exchange_(const std::vector<Message>& sends, const std::vector<Message>& receives);
   void barrier();
 
@@ -86,6 +97,14 @@ class Communicator {
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key, const std::string& name);
 
   [[nodiscard]] CommunicationTrace& trace() { return trace_; }
+
+  /// What this rank waits for; shared by a group and all that were split off it.
+  [[nodiscard]] PendingOperations& pending() const { return *pending_; }
+
+  /// Debugging: before every collective the ranks of the group compare what they are about to do, and a difference is
+  /// Error(kPeerLost) naming both sides instead of a hang or a wrong sum. Costs a small all-gather each. Groups split
+  /// off afterwards inherit it.
+  void check_calls(bool on) { checks_calls_ = on; }
 
  protected:
   Communicator(int rank, int size, std::string name);
@@ -105,9 +124,16 @@ class Communicator {
  private:
   void check(const char* operation, const at::Tensor& tensor) const;
   void check_peer(const char* operation, int peer) const;
+  /// Records the operation, compares it with the other ranks' when that is on, and describes it for who waits.
+  Operation begin(const char* name, at::ScalarType dtype, std::int64_t count, double bytes, int peer = -1);
+  void compare_calls(const Operation& operation);
+  template <class Start>
+  Work started(const Operation& operation, const Start& start);
   int rank_, size_;
   std::string name_;
   CommunicationTrace trace_;
+  std::shared_ptr<PendingOperations> pending_ = std::make_shared<PendingOperations>();
+  bool checks_calls_ = false;
 };
 
 /// The group of this process alone: every operation is a copy or nothing.

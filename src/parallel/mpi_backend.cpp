@@ -93,6 +93,15 @@ class MpiPending final : public Work::Pending {
     check_mpi(status, operation_);
     for (const std::function<void()>& action : actions_) action();
   }
+  bool done() override {
+    int flag = 0;
+    // Does not free the requests that are over: wait() still finds their errors.
+    for (MPI_Request& request : requests_) {
+      check_mpi(MPI_Request_get_status(request, &flag, MPI_STATUS_IGNORE), operation_);
+      if (flag == 0) return false;
+    }
+    return true;
+  }
 
  private:
   std::string operation_;
@@ -136,8 +145,9 @@ class MpiCommunicator final : public Communicator {
     for_pieces(in.numel(), [&](std::int64_t begin, int count) {
       const bool whole = count == in.numel();
       const at::Tensor target = whole ? out : at::empty({size() * std::int64_t{count}}, in.options());
-      check_mpi(MPI_Iallgather(address(in, begin), count, mpi_type(in.scalar_type()), address(target, 0), count,
-                               mpi_type(in.scalar_type()), handle_, pending->add()),
+      const bool in_place = whole && address(in, 0) == address(out, in.numel() * rank());
+      check_mpi(MPI_Iallgather(in_place ? MPI_IN_PLACE : address(in, begin), count, mpi_type(in.scalar_type()),
+                               address(target, 0), count, mpi_type(in.scalar_type()), handle_, pending->add()),
                 label("all_gather"));
       if (whole) return;
       pending->then([this, out, target, begin, count] {
@@ -174,7 +184,7 @@ class MpiCommunicator final : public Communicator {
       pending->keep(message.tensor);
       for_pieces(message.tensor.numel(), [&](std::int64_t begin, int count) {
         check_mpi(MPI_Irecv(address(message.tensor, begin), count, mpi_type(message.tensor.scalar_type()), message.peer,
-                            kTag, handle_, pending->add()),
+                            message.tag, handle_, pending->add()),
                   label("receive"));
       });
     }
@@ -182,7 +192,7 @@ class MpiCommunicator final : public Communicator {
       pending->keep(message.tensor);
       for_pieces(message.tensor.numel(), [&](std::int64_t begin, int count) {
         check_mpi(MPI_Isend(address(message.tensor, begin), count, mpi_type(message.tensor.scalar_type()), message.peer,
-                            kTag, handle_, pending->add()),
+                            message.tag, handle_, pending->add()),
                   label("send"));
       });
     }
@@ -207,7 +217,6 @@ class MpiCommunicator final : public Communicator {
   }
 
  private:
-  static constexpr int kTag = 0;
   [[nodiscard]] std::string label(const char* operation) const { return concat(operation, " on group ", name()); }
 
   static char* address(const at::Tensor& tensor, std::int64_t element) {

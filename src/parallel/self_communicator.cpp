@@ -1,6 +1,7 @@
 #include <torch/types.h>
 
 #include <deque>
+#include <map>
 
 #include "base/check.h"
 #include "parallel/communicator.h"
@@ -22,14 +23,15 @@ class SelfCommunicator final : public Communicator {
 
   // A message to oneself needs both sides; they may come in one call or in two, the send first.
   Work start_exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) override {
-    for (const Message& message : sends) sent_.push_back(message.tensor.clone());
+    for (const Message& message : sends) sent_[message.tag].push_back(message.tensor.clone());
     for (const Message& message : receives) {
-      CRAM_CHECK(!sent_.empty() && sent_.front().numel() == message.tensor.numel() &&
-                     sent_.front().scalar_type() == message.tensor.scalar_type(),
+      std::deque<at::Tensor>& sent = sent_[message.tag];
+      CRAM_CHECK(!sent.empty() && sent.front().numel() == message.tensor.numel() &&
+                     sent.front().scalar_type() == message.tensor.scalar_type(),
                  ExitCode::kOther, "receive of ", message.tensor.numel(), " elements on group ", name(),
                  ": this process is alone and has not sent them");
-      message.tensor.view({-1}).copy_(sent_.front().view({-1}));
-      sent_.pop_front();
+      message.tensor.view({-1}).copy_(sent.front().view({-1}));
+      sent.pop_front();
     }
     return Work();
   }
@@ -40,10 +42,10 @@ class SelfCommunicator final : public Communicator {
 
  private:
   static Work copied(const at::Tensor& out, const at::Tensor& in) {
-    out.view({-1}).copy_(in.view({-1}));
+    if (out.const_data_ptr() != in.const_data_ptr()) out.view({-1}).copy_(in.view({-1}));
     return Work();
   }
-  std::deque<at::Tensor> sent_;
+  std::map<int, std::deque<at::Tensor>> sent_;  // by tag
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <tuple>
 
 #include "base/check.h"
 #include "parallel/communicator.h"
@@ -48,19 +49,29 @@ class Hub {
     bool taken = false;
   };
 
-  std::shared_ptr<Parcel> post(int from, int to, const at::Tensor& tensor) {
+  std::shared_ptr<Parcel> post(int from, int to, int tag, const at::Tensor& tensor) {
     const std::lock_guard lock(mutex_);
     auto parcel = std::make_shared<Parcel>(Parcel{tensor, false});
-    mail_[{from, to}].push_back(parcel);
+    mail_[{from, to, tag}].push_back(parcel);
     changed_.notify_all();
     return parcel;
   }
 
-  void take(int from, int to, const at::Tensor& into) {
+  bool has_arrived(int from, int to, int tag) {
+    const std::lock_guard lock(mutex_);
+    return !mail_[{from, to, tag}].empty();
+  }
+
+  bool was_taken(const Parcel& parcel) {
+    const std::lock_guard lock(mutex_);
+    return parcel.taken;
+  }
+
+  void take(int from, int to, int tag, const at::Tensor& into) {
     std::shared_ptr<Parcel> parcel;
     {
       std::unique_lock lock(mutex_);
-      std::deque<std::shared_ptr<Parcel>>& queue = mail_[{from, to}];
+      std::deque<std::shared_ptr<Parcel>>& queue = mail_[{from, to, tag}];
       changed_.wait(lock, [&] { return !queue.empty() || gone_[static_cast<std::size_t>(from)]; });
       CRAM_CHECK(!queue.empty(), ExitCode::kPeerLost, "rank ", from, " left the group before it sent");
       parcel = queue.front();
@@ -98,7 +109,38 @@ class Hub {
   int arrived_ = 0;
   std::vector<bool> gone_;
   std::vector<Slot> slots_;
-  std::map<std::pair<int, int>, std::deque<std::shared_ptr<Parcel>>> mail_;
+  std::map<std::tuple<int, int, int>, std::deque<std::shared_ptr<Parcel>>> mail_;
+};
+
+// Sends lie in the mail at once; a receive is taken when it is waited for.
+class ThreadExchange final : public Work::Pending {
+ public:
+  struct Sent {
+    int peer;
+    std::shared_ptr<Hub::Parcel> parcel;
+  };
+  ThreadExchange(std::shared_ptr<Hub> hub, int rank, std::vector<Sent> sends, std::vector<Message> receives)
+      : hub_(std::move(hub)), rank_(rank), sends_(std::move(sends)), receives_(std::move(receives)) {}
+
+  void wait() override {
+    for (const Message& message : receives_) hub_->take(message.peer, rank_, message.tag, message.tensor);
+    for (const Sent& sent : sends_) hub_->wait_taken(*sent.parcel, sent.peer);
+  }
+  bool done() override {
+    for (const Message& message : receives_) {
+      if (!hub_->has_arrived(message.peer, rank_, message.tag)) return false;
+    }
+    for (const Sent& sent : sends_) {
+      if (!hub_->was_taken(*sent.parcel)) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::shared_ptr<Hub> hub_;
+  int rank_;
+  std::vector<Sent> sends_;
+  std::vector<Message> receives_;
 };
 
 class ThreadCommunicator final : public Communicator {
@@ -121,7 +163,10 @@ class ThreadCommunicator final : public Communicator {
   Work start_all_gather(const at::Tensor& out, const at::Tensor& in) override {
     share(in);
     for (int r = 0; r < size(); ++r) {
-      out.view({size(), -1}).select(0, r).copy_(hub_->slot(r).tensor.view({-1}));
+      const at::Tensor part = out.view({size(), -1}).select(0, r);
+      const at::Tensor& theirs = hub_->slot(r).tensor;
+      // In place, this rank's part is there already and others are reading it.
+      if (part.const_data_ptr() != theirs.const_data_ptr()) part.copy_(theirs.view({-1}));
     }
     hub_->barrier();
     return Work();
@@ -145,12 +190,11 @@ class ThreadCommunicator final : public Communicator {
   }
 
   Work start_exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) override {
-    std::vector<std::shared_ptr<Hub::Parcel>> posted;
-    posted.reserve(sends.size());
-    for (const Message& message : sends) posted.push_back(hub_->post(rank(), message.peer, message.tensor));
-    for (const Message& message : receives) hub_->take(message.peer, rank(), message.tensor);
-    for (std::size_t i = 0; i < sends.size(); ++i) hub_->wait_taken(*posted[i], sends[i].peer);
-    return Work();
+    std::vector<ThreadExchange::Sent> sent;
+    for (const Message& message : sends) {
+      sent.push_back({message.peer, hub_->post(rank(), message.peer, message.tag, message.tensor)});
+    }
+    return Work(std::make_unique<ThreadExchange>(hub_, rank(), std::move(sent), receives));
   }
 
   void do_barrier() override { hub_->barrier(); }

@@ -7,6 +7,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/check.h"
@@ -146,6 +147,59 @@ inline void check_asynchronous(Communicator& c) {
     require_equal(gathered.narrow(0, r * 5, 5), numbered(5, r, at::kFloat), "all_gather");
 }
 
+/// Sends go on in the background; receives pick by tag, not by the order of sending.
+inline void check_tags_and_background_sends(Communicator& c) {
+  const int right = (c.rank() + 1) % c.size();
+  const int left = (c.rank() + c.size() - 1) % c.size();
+  const at::Tensor big = numbered(100'000, c.rank(), at::kFloat);
+  Work first = c.exchange_async_({{right, big, 7}}, {});
+  Work second = c.exchange_async_({{right, at::full({3}, 2.0F), 9}}, {});
+  const at::Tensor small = at::empty({3}), large = at::empty({100'000});
+  c.exchange_({}, {{left, small, 9}});
+  c.exchange_({}, {{left, large, 7}});
+  require_equal(small, at::full({3}, 2.0F), "the second message by its tag");
+  require_equal(large, numbered(100'000, left, at::kFloat), "the first message by its tag");
+  c.barrier();  // every receiver has its messages
+  while (!first.done() || !second.done()) std::this_thread::yield();
+  first.wait();
+  second.wait();
+  require(first.done(), "over after waiting");
+}
+
+/// A rank's part may lie in the gathered tensor already.
+inline void check_gather_in_place(Communicator& c) {
+  const at::Tensor all = at::full({c.size() * 33}, -1, at::kFloat);
+  const at::Tensor mine = all.narrow(0, c.rank() * 33, 33);
+  mine.copy_(numbered(33, c.rank(), at::kFloat));
+  c.all_gather(all, mine);
+  for (int r = 0; r < c.size(); ++r) {
+    require_equal(all.narrow(0, r * 33, 33), numbered(33, r, at::kFloat), "gathered in place");
+  }
+}
+
+/// Ranks that do not call the same thing are told so, both sides named.
+inline void check_calls_compared(Communicator& c) {
+  if (c.size() < 2) return;
+  const std::unique_ptr<Communicator> checked = c.split(0, c.rank(), "checked");
+  checked->check_calls(true);
+  const at::Tensor sum = at::ones({5});
+  checked->all_reduce_(sum);
+  require_equal(sum, at::full({5}, static_cast<float>(c.size())), "equal calls");
+  std::string message;
+  try {
+    if (c.rank() == 1) {
+      checked->barrier();
+    } else {
+      checked->all_reduce_(at::ones({12}));
+    }
+  } catch (const Error& error) {
+    message = error.what();
+  }
+  require(message.find("all_redu") != std::string::npos && message.find("barrier") != std::string::npos,
+          "both sides: " + message);
+  c.barrier();
+}
+
 /// Even and odd ranks, keys in reverse order.
 inline void check_split(Communicator& c) {
   const int color = c.rank() % 2;
@@ -230,6 +284,9 @@ constexpr SuiteRow kSuite[] = {
     {"MessageOrder", check_message_order},
     {"SendRecv", check_send_recv},
     {"Asynchronous", check_asynchronous},
+    {"TagsAndBackgroundSends", check_tags_and_background_sends},
+    {"GatherInPlace", check_gather_in_place},
+    {"CallsCompared", check_calls_compared},
     {"Split", check_split},
     {"SameBits", check_same_bits},
     {"Trace", check_trace},
