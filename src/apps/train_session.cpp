@@ -211,8 +211,10 @@ void verify_everything(const RunFolder& folder) {
 
 int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
                  Communicator& world, const StopSignals& signals) {
-  const Mesh mesh(world, layout_for(world.size(), static_cast<int>(config.parallel.tensor), /*pipeline=*/1));
-  resolve_train_config(config, mesh.layout().data);
+  const Layout layout =
+      layout_for(world.size(), static_cast<int>(config.parallel.tensor), static_cast<int>(config.parallel.pipeline));
+  resolve_train_config(config, layout);
+  const Mesh mesh(world, layout);
   const Data data = open_data(config, request.verify);
   check_model_config(config.model);
   CRAM_CHECK(masked_in_row(config) > 0, ExitCode::kUsage, "train.mask_rate=", config.train.mask_rate,
@@ -224,7 +226,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   if (config.run.output.empty()) config.run.output = default_run_path(options);
 
   ParameterStore store;
-  Encoder encoder(config.model, store, mesh.tensor());
+  Encoder encoder(config.model, store, make_placement(config, mesh));
   CheckpointInfo info;
   info.settings = options.values();
   info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
@@ -260,14 +262,16 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   if (world.rank() > 0) open_log_file(rank_log_path(config.run.output, world.rank()));
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit
-  store.allocate(choice.precision, choice.device);
+  Partition partition;
+  if (config.parallel.zero > 0) partition = {mesh.place().dp_rank, mesh.layout().data};
+  store.allocate(choice.precision, choice.device, /*with_optimizer=*/true, partition);
   if (resume_from.empty()) {
     store.initialize(static_cast<std::uint64_t>(config.run.seed));
   } else {
     const std::int64_t attempt = info.progress.attempt;
     info.progress = verify_checkpoint(resume_from).progress;
     info.progress.attempt = attempt;
-    load_checkpoint(resume_from, store);
+    load_checkpoint(resume_from, store, parameter_names(config.model));
     say("resuming after step ", format_grouped(info.progress.step));
   }
   warn_if_disk_is_small(config, store, config.run.output);
@@ -275,7 +279,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   const Tokenizer tokenizer = Tokenizer::load(config.data.shards);
   const MlmEvalSettings eval_settings{config.eval.rows, config.train.micro_batch_size, config.train.mask_rate};
   const auto evaluate = [&] {
-    const EvalRecord record = evaluate_mlm(encoder, choice.device, *data.validation, eval_settings, mesh.data());
+    const EvalRecord record = evaluate_mlm(encoder, choice.device, *data.validation, eval_settings, mesh);
     say("  held-out loss ", fixed3(record.loss), ", accuracy ", fixed3(100 * record.accuracy), "% of ",
         format_grouped(record.masked), " masked tokens");
     show_fills(encoder, choice.device, tokenizer);  // every rank: logits are gathered over the tensor ranks

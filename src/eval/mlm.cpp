@@ -9,15 +9,15 @@
 namespace cram {
 
 EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation, const MlmEvalSettings& settings,
-                        Communicator& data) {
+                        const Mesh& mesh) {
   const MaskSettings masks{.seed = 0,
                            .vocab_size = validation.vocab_size(),
                            .seq_length = validation.seq_length(),
                            .mask_rate = settings.mask_rate};
   const std::int64_t rows = std::min(settings.rows, validation.rows());
   const at::Tensor totals = at::zeros({3}, at::kDouble);  // loss sum, correct, masked
-  const std::int64_t stride = settings.micro_batch * data.size();
-  for (std::int64_t first = settings.micro_batch * data.rank(); first < rows; first += stride) {
+  const std::int64_t stride = settings.micro_batch * mesh.layout().data;
+  for (std::int64_t first = settings.micro_batch * mesh.place().dp_rank; first < rows; first += stride) {
     const Batch batch = make_batch(validation, first, std::min(settings.micro_batch, rows - first), masks);
     const Encoder::Evaluation result =
         encoder.evaluate(batch.ids.to(device), batch.positions.to(device), batch.labels.to(device));
@@ -25,7 +25,9 @@ EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validatio
                             static_cast<double>(batch.labels.numel())},
                            at::kDouble));
   }
-  data.all_reduce_(totals);
+  // Sums are on the last stage and equal on its tensor ranks: one of them adds.
+  if (mesh.place().tp_rank != 0 || !mesh.is_last_stage()) totals.zero_();
+  mesh.world().all_reduce_(totals);
   const double masked = totals[2].item<double>();
   EvalRecord record;
   record.masked = static_cast<std::int64_t>(masked);

@@ -5,7 +5,7 @@
 
 #include "data/shard_set.h"
 #include "model/encoder.h"
-#include "parallel/communicator.h"
+#include "parallel/mesh.h"
 #include "train/metrics.h"
 
 namespace cram {
@@ -16,8 +16,8 @@ struct MlmEvalSettings {
   double mask_rate = 0.25;
 };
 
-/// The ranks of `data` share the rows; the result is the same on all of them.
+/// Data ranks share the rows; the result is the same on every rank. Collective over the world.
 [[nodiscard]] EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation,
-                                      const MlmEvalSettings& settings, Communicator& data);
+                                      const MlmEvalSettings& settings, const Mesh& mesh);
 
 }  // namespace cram

@@ -9,22 +9,25 @@ namespace cram {
 class SelfAttention {
  public:
   struct Saved {
-    at::Tensor x;        // [N,H]
+    Linear::Saved query_key_value, dense;
     at::Tensor q, k, v;  // [B*heads,S,d]
-    at::Tensor p;        // [B*heads,S,S] attention probabilities
-    at::Tensor context;  // [N,H]
+    at::Tensor p;        // [B*heads,S,S] attention probabilities; undefined when they are recomputed
   };
 
   /// `name`.self_attention.query_key_value.weight [3H,H], rows grouped per head (q, k, v), and `name`.dense.weight
   /// [H,H].
-  SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store, Communicator& tensor);
+  SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store, const TensorRegion& tensor);
 
-  /// x [B*S,H] -> [B*S,H]
+  /// x [B*S,H] -> [B*S,H] (rows shared out with sequence parallelism). With model.recompute = selective the S x S
+  /// probabilities are not kept but made again in the backward pass, from the same inputs, so with the same bits
+  /// (Korthikanti et al. 2022, section 5).
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, std::int64_t batch, Saved* saved) const;
   [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;
 
  private:
+  [[nodiscard]] at::Tensor probabilities(const at::Tensor& q, const at::Tensor& k) const;
   std::int64_t heads_, head_dim_;  // heads of this rank
+  bool recompute_;
   std::unique_ptr<Linear> query_key_value_, dense_;
 };
 

@@ -20,27 +20,37 @@ at::Tensor sinusoidal_table(std::int64_t seq_length, std::int64_t hidden) {
   return table;
 }
 
-Embedding::Embedding(const ModelConfig& config, ParameterStore& store, Communicator& tensor)
+ParamId add_word_embedding(const ModelConfig& config, ParameterStore& store, const TensorRegion& tensor, bool tied,
+                           bool counts) {
+  const VocabularyRange range = vocabulary_range(config.vocab_size, tensor.rank(), tensor.size());
+  return store.add({.name = "encoder.embedding.word_embedding.weight",
+                    .global_shape = {config.vocab_size, config.hidden},
+                    .init = InitRule::kNormal,
+                    .init_value = kInitStddev,
+                    .decay = true,
+                    .fan_in = config.vocab_size,
+                    .slice_begin = range.begin,
+                    .slice_end = range.begin + range.rows,
+                    .tied = tied,
+                    .counts = counts});
+}
+
+Embedding::Embedding(const ModelConfig& config, ParamId word_embedding, ParameterStore& store,
+                     const TensorRegion& tensor)
     : config_(config),
       store_(store),
       tensor_(tensor),
       range_(vocabulary_range(config.vocab_size, tensor.rank(), tensor.size())),
-      word_embedding_(store.add({.name = "encoder.embedding.word_embedding.weight",
-                                 .global_shape = {config.vocab_size, config.hidden},
-                                 .init = InitRule::kNormal,
-                                 .init_value = kInitStddev,
-                                 .decay = true,
-                                 .fan_in = config.vocab_size,
-                                 .slice_begin = range_.begin,
-                                 .slice_end = range_.begin + range_.rows})),
+      word_embedding_(word_embedding),
       scale_factor_(store.add({.name = "encoder.embedding.pos_embedding.scale_factor",
                                .global_shape = {1},
                                .init = InitRule::kConstant,
                                .init_value = 1 / std::sqrt(static_cast<double>(config.hidden)),
                                .decay = true,
                                .full_precision = true,
-                               .fan_in = 1})),
-      norm_("encoder.embedding.norm", config.hidden, store) {}
+                               .fan_in = 1,
+                               .partial = tensor.sequence_parallel()})),
+      norm_("encoder.embedding.norm", config.hidden, store, tensor.sequence_parallel()) {}
 
 const at::Tensor& Embedding::position_table() {
   if (!position_table_.defined()) {
@@ -48,6 +58,14 @@ const at::Tensor& Embedding::position_table() {
                           .to(at::TensorOptions().dtype(master_type(store_.precision())).device(store_.device()));
   }
   return position_table_;
+}
+
+// Rows of the table for this rank's rows of [B*S',H].
+at::Tensor Embedding::positions_of_rows(std::int64_t rows, std::int64_t seq) {
+  const std::int64_t first = tensor_.first_row(rows);
+  const at::Tensor index =
+      at::arange(first, first + rows, at::TensorOptions().dtype(at::kLong).device(store_.device())).remainder_(seq);
+  return at::index_select(position_table(), 0, index);
 }
 
 at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
@@ -59,11 +77,15 @@ at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
   at::Tensor sum = at::index_select(table, 0, at::where(own, local, 0));
   if (tensor_.size() > 1) {
     sum.mul_(own.unsqueeze(1));
-    tensor_.all_reduce_(sum);  // exact: all but one of the terms are 0
+    sum = tensor_.leave_(sum);  // exact: all but one of the terms are 0
   }
-  const at::Tensor positions =
-      (position_table().narrow(0, 0, seq) * store_.weight(scale_factor_)).to(table.scalar_type());
-  sum = sum.view({batch, seq, config_.hidden}).add_(positions).view({batch * seq, -1});
+  if (tensor_.sequence_parallel()) {
+    sum.add_((positions_of_rows(sum.size(0), seq) * store_.weight(scale_factor_)).to(table.scalar_type()));
+  } else {
+    const at::Tensor positions =
+        (position_table().narrow(0, 0, seq) * store_.weight(scale_factor_)).to(table.scalar_type());
+    sum.view({batch, seq, config_.hidden}).add_(positions);
+  }
   if (saved == nullptr) return norm_.forward(sum, nullptr);
   saved->rows = at::where(own.logical_and(ids.reshape({-1}).ne(static_cast<std::int64_t>(kPadId))), local, -1);
   saved->batch = batch;
@@ -71,8 +93,14 @@ at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
 }
 
 void Embedding::backward(const at::Tensor& dy, const Saved& saved) {
-  const at::Tensor d_sum = norm_.backward(dy, saved.norm);  // [N,H]
-  kernels::scatter_add_rows(store_.grad(word_embedding_), saved.rows, d_sum, /*skip_id=*/-1);
+  const at::Tensor d_sum = norm_.backward(dy, saved.norm);  // [N or N/t,H]
+  kernels::scatter_add_rows(store_.grad(word_embedding_), saved.rows, tensor_.leave_backward(d_sum), /*skip_id=*/-1);
+  if (tensor_.sequence_parallel()) {
+    const std::int64_t seq = saved.rows.size(0) / saved.batch;
+    store_.grad(scale_factor_)
+        .add_((d_sum.to(master_type(store_.precision())) * positions_of_rows(d_sum.size(0), seq)).sum());
+    return;
+  }
   const at::Tensor per_position = d_sum.view({saved.batch, -1, config_.hidden})
                                       .sum(0, /*keepdim=*/false, master_type(store_.precision()));  // [S',H]
   store_.grad(scale_factor_).add_((per_position * position_table().narrow(0, 0, per_position.size(0))).sum());

@@ -6,7 +6,8 @@
 
 namespace cram {
 
-GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store, Communicator& tensor)
+GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store,
+                   const TensorRegion& tensor)
     // Value and gate are cut separately: a rank needs both halves of the same columns.
     : dense_in_(make_linear("dense", "column", {name + ".dense_in", config.hidden, config.ffn, kInitStddev, 2}, store,
                             tensor)),
@@ -14,15 +15,14 @@ GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, Parameter
                              tensor)) {}
 
 at::Tensor GatedFfn::forward(const at::Tensor& x, Saved* saved) const {
-  const at::Tensor u = dense_in_->forward(x);
-  const at::Tensor g = kernels::geglu(u);
-  if (saved != nullptr) *saved = {x, u, g};
-  return dense_out_->forward(g);
+  const at::Tensor u = dense_in_->forward(x, saved ? &saved->dense_in : nullptr);
+  if (saved != nullptr) saved->u = u;
+  return dense_out_->forward(kernels::geglu(u), saved ? &saved->dense_out : nullptr);
 }
 
 at::Tensor GatedFfn::backward(const at::Tensor& dy, const Saved& saved) const {
-  const at::Tensor d_g = dense_out_->backward(dy, saved.g);
-  return dense_in_->backward(kernels::geglu_backward(d_g, saved.u), saved.x);
+  const at::Tensor d_g = dense_out_->backward(dy, saved.dense_out);
+  return dense_in_->backward(kernels::geglu_backward(d_g, saved.u), saved.dense_in);
 }
 
 }  // namespace cram

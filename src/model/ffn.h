@@ -9,13 +9,12 @@ namespace cram {
 class GatedFfn {
  public:
   struct Saved {
-    at::Tensor x;  // [N,H]
+    Linear::Saved dense_in, dense_out;
     at::Tensor u;  // [N,F]
-    at::Tensor g;  // [N,F/2]
   };
 
   /// `name`.dense_in.weight [F,H] and `name`.dense_out.weight [H,F/2].
-  GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store, Communicator& tensor);
+  GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store, const TensorRegion& tensor);
 
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, Saved* saved) const;
   [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;

@@ -9,7 +9,7 @@ namespace {
 
 enum class Cut { kNone, kOutput, kInput };
 
-ParamSpec dense_spec(const LinearSpec& spec, Cut cut, const Communicator& tensor) {
+ParamSpec dense_spec(const LinearSpec& spec, Cut cut, const TensorRegion& tensor) {
   ParamSpec param{.name = spec.name + ".weight",
                   .global_shape = {spec.out, spec.in},
                   .init = InitRule::kNormal,
@@ -29,20 +29,26 @@ ParamSpec dense_spec(const LinearSpec& spec, Cut cut, const Communicator& tensor
 
 class DenseLinear final : public Linear {
  public:
-  DenseLinear(const LinearSpec& spec, Cut cut, ParameterStore& store, Communicator& tensor)
+  DenseLinear(const LinearSpec& spec, Cut cut, ParameterStore& store, const TensorRegion& tensor)
       : store_(store), cut_(cut), tensor_(tensor), weight_(store.add(dense_spec(spec, cut, tensor))) {}
 
-  at::Tensor forward(const at::Tensor& x) const override {
-    at::Tensor y = at::mm(x, store_.weight(weight_).t());
-    if (cut_ == Cut::kInput) tensor_.all_reduce_(y);
-    return y;
+  at::Tensor forward(const at::Tensor& x, Saved* saved) const override {
+    const at::Tensor whole = cut_ == Cut::kOutput ? tensor_.enter(x) : x;
+    if (saved != nullptr) saved->x = whole;
+    const at::Tensor y = at::mm(whole, store_.weight(weight_).t());
+    return cut_ == Cut::kInput ? tensor_.leave_(y) : y;
   }
 
-  at::Tensor backward(const at::Tensor& dy, const at::Tensor& x) const override {
-    accumulate_weight_grad(store_.grad(weight_), dy, x);
-    at::Tensor dx = at::mm(dy, store_.weight(weight_));
-    if (cut_ == Cut::kOutput) tensor_.all_reduce_(dx);
-    return dx;
+  at::Tensor backward(const at::Tensor& dy, const Saved& saved) const override {
+    const at::Tensor whole = cut_ == Cut::kInput ? tensor_.leave_backward(dy) : dy;
+    const at::Tensor dx = at::mm(whole, store_.weight(weight_));
+    if (cut_ != Cut::kOutput) {
+      accumulate_weight_grad(store_.grad(weight_), whole, saved.x);
+      return dx;
+    }
+    PendingTensor sum = tensor_.enter_backward_(dx);  // hidden behind the weight gradient
+    accumulate_weight_grad(store_.grad(weight_), whole, saved.x);
+    return sum.wait();
   }
 
   at::Tensor materialize() const override { return store_.weight(weight_); }
@@ -50,19 +56,19 @@ class DenseLinear final : public Linear {
  private:
   const ParameterStore& store_;
   Cut cut_;
-  Communicator& tensor_;
+  TensorRegion tensor_;
   ParamId weight_;
 };
 
 template <Cut cut>
-std::unique_ptr<Linear> make_dense(const LinearSpec& spec, ParameterStore& store, Communicator& tensor) {
+std::unique_ptr<Linear> make_dense(const LinearSpec& spec, ParameterStore& store, const TensorRegion& tensor) {
   return std::make_unique<DenseLinear>(spec, cut, store, tensor);
 }
 
 struct TableRow {
   const char* structure;
   const char* tp_style;
-  std::unique_ptr<Linear> (*make)(const LinearSpec&, ParameterStore&, Communicator&);
+  std::unique_ptr<Linear> (*make)(const LinearSpec&, ParameterStore&, const TensorRegion&);
 };
 
 constexpr TableRow kLinearTable[] = {
@@ -74,7 +80,7 @@ constexpr TableRow kLinearTable[] = {
 }  // namespace
 
 std::unique_ptr<Linear> make_linear(const std::string& structure, const std::string& tp_style, const LinearSpec& spec,
-                                    ParameterStore& store, Communicator& tensor) {
+                                    ParameterStore& store, const TensorRegion& tensor) {
   std::string supported;
   for (const TableRow& row : kLinearTable) {
     if (structure == row.structure && tp_style == row.tp_style) return row.make(spec, store, tensor);

@@ -11,7 +11,7 @@
 #include <string>
 
 #include "model/parameter_store.h"
-#include "parallel/communicator.h"
+#include "parallel/regions.h"
 
 namespace cram {
 
@@ -23,17 +23,22 @@ struct LinearSpec {
   std::int64_t output_groups = 1;  ///< column: equal parts of the output that are cut separately (2 for a gated FFN)
 };
 
-/// y = x W^T without bias, W [out,in]; x and y are this rank's columns where the style cuts them.
+/// y = x W^T without bias, W [out,in]. "column": x is whole (or rows shared out) and y this rank's columns; "row": the
+/// other way round. The structure places its own collectives.
 class Linear {
  public:
+  /// What the backward pass needs; a structure keeps what it uses.
+  struct Saved {
+    at::Tensor x;  // [N,in] as it was multiplied
+  };
   virtual ~Linear() = default;
   Linear(const Linear&) = delete;
   Linear& operator=(const Linear&) = delete;
 
-  /// x [N,in] -> [N,out]
-  [[nodiscard]] virtual at::Tensor forward(const at::Tensor& x) const = 0;
-  /// dy [N,out], the forward's x [N,in] -> dx [N,in]; adds to the weight's gradient.
-  [[nodiscard]] virtual at::Tensor backward(const at::Tensor& dy, const at::Tensor& x) const = 0;
+  /// x [N,in] -> [N,out]; fills `saved` when given (training).
+  [[nodiscard]] virtual at::Tensor forward(const at::Tensor& x, Saved* saved) const = 0;
+  /// dy [N,out] -> dx [N,in]; adds to the weight's gradient.
+  [[nodiscard]] virtual at::Tensor backward(const at::Tensor& dy, const Saved& saved) const = 0;
   /// This rank's weight as one matrix, for tests of structures.
   [[nodiscard]] virtual at::Tensor materialize() const = 0;
 
@@ -44,7 +49,8 @@ class Linear {
 /// Makes the layer and registers its parameters; `tensor` is the tensor-parallel group and must outlive it. Throws
 /// Error(kUsage) naming the supported pairs for any other, and when the group does not divide the cut dimension.
 [[nodiscard]] std::unique_ptr<Linear> make_linear(const std::string& structure, const std::string& tp_style,
-                                                  const LinearSpec& spec, ParameterStore& store, Communicator& tensor);
+                                                  const LinearSpec& spec, ParameterStore& store,
+                                                  const TensorRegion& tensor);
 
 /// grad += dy^T x: the weight gradient of y = x W^T, accumulated in the gradient's own format.
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "model/norm.h"
-#include "parallel/communicator.h"
+#include "parallel/regions.h"
 
 namespace cram {
 
@@ -17,19 +17,22 @@ class MlmHead {
   };
 
   /// Registers encoder.final_norm; the decoder is the embedding's own parameter.
-  MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store, Communicator& tensor);
+  MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store, const TensorRegion& tensor);
 
-  /// hidden [N,H], positions [M] -> logits [M,R] of this rank's rows. LayerNorm works row by row, so the rows are
-  /// picked before it.
+  /// hidden [N,H] (with sequence parallelism this rank's rows, which are gathered), positions [M] -> logits [M,R] of
+  /// this rank's rows. LayerNorm works row by row, so the rows are picked before it.
   [[nodiscard]] at::Tensor logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const;
-  /// d_logits [M,R] -> d_hidden [N,H], zero outside the positions; adds the decoder's part to the tied gradient.
+  /// d_logits [M,R] -> d_hidden [N,H] (its rows), zero outside the positions; adds the decoder's part to the tied
+  /// gradient.
   [[nodiscard]] at::Tensor backward(const at::Tensor& d_logits, const Saved& saved) const;
-  /// final_norm(hidden) for all rows.
-  [[nodiscard]] at::Tensor normed(const at::Tensor& hidden) const { return final_norm_.forward(hidden, nullptr); }
+  /// final_norm(hidden) [N,H] for all rows.
+  [[nodiscard]] at::Tensor normed(const at::Tensor& hidden) const {
+    return final_norm_.forward(tensor_.gather_rows(hidden), nullptr);
+  }
 
  private:
   const ParameterStore& store_;
-  Communicator& tensor_;
+  TensorRegion tensor_;
   ParamId tied_embedding_;
   LayerNorm final_norm_;
 };

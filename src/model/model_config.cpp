@@ -18,7 +18,12 @@ void add_model_options(OptionTable& table, ModelConfig& config) {
   table.add("model.seq_length", &config.seq_length, "tokens of a row; 0 takes the shards' value").range(0, kMany);
   table.add("model.dropout", &config.dropout, "dropout in pretraining; the recipe uses none").range(0, 0.99);
   table.add("model.preset", &config.preset, "architecture").choices({"crammed-bert"});
-  table.add("model.recompute", &config.recompute, "activations to recompute in the backward pass").choices({"none"});
+  table
+      .add("model.recompute", &config.recompute,
+           "activations made again in the backward pass instead of kept: none, the S x S ones of attention "
+           "(selective), or all but a layer's input (layer)")
+      .choices({"none", "selective", "layer"})
+      .free_on_resume();
 }
 
 void check_model_config(const ModelConfig& config) {
@@ -34,8 +39,6 @@ void check_model_config(const ModelConfig& config) {
   CRAM_CHECK(config.vocab_size > 5, kBad, "model.vocab_size=", config.vocab_size,
              " must exceed the 5 special tokens; leave it out to take the shards' value");
   CRAM_CHECK(config.seq_length > 0, kBad, "model.seq_length=", config.seq_length, " must be positive");
-  CRAM_CHECK(config.dropout == 0, kBad, "model.dropout=", config.dropout,
-             " is not available in pretraining, expected 0 (the recipe pretrains without dropout)");
 }
 
 std::int64_t parameter_count(const ModelConfig& c) {

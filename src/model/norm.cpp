@@ -5,22 +5,24 @@
 namespace cram {
 namespace {
 
-ParamId add_norm_parameter(const std::string& name, std::int64_t hidden, double value, ParameterStore& store) {
+ParamId add_norm_parameter(const std::string& name, std::int64_t hidden, double value, ParameterStore& store,
+                           bool partial) {
   return store.add({.name = name,
                     .global_shape = {hidden},
                     .init = InitRule::kConstant,
                     .init_value = value,
                     .decay = false,
                     .full_precision = true,
-                    .fan_in = 1});
+                    .fan_in = 1,
+                    .partial = partial});
 }
 
 }  // namespace
 
-LayerNorm::LayerNorm(const std::string& name, std::int64_t hidden, ParameterStore& store)
+LayerNorm::LayerNorm(const std::string& name, std::int64_t hidden, ParameterStore& store, bool partial)
     : store_(store),
-      weight_(add_norm_parameter(name + ".weight", hidden, 1, store)),
-      bias_(add_norm_parameter(name + ".bias", hidden, 0, store)) {}
+      weight_(add_norm_parameter(name + ".weight", hidden, 1, store, partial)),
+      bias_(add_norm_parameter(name + ".bias", hidden, 0, store, partial)) {}
 
 at::Tensor LayerNorm::forward(const at::Tensor& x, Saved* saved) const {
   kernels::NormOutput out = kernels::layer_norm(x, store_.weight(weight_), store_.weight(bias_), kLayerNormEps);

@@ -16,8 +16,9 @@ class LayerNorm {
     kernels::NormOutput norm;
   };
 
-  /// Registers `name`.weight and `name`.bias; neither decays.
-  LayerNorm(const std::string& name, std::int64_t hidden, ParameterStore& store);
+  /// Registers `name`.weight and `name`.bias; neither decays. `partial`: it sees only this rank's rows, so its
+  /// gradients are summed over the tensor ranks.
+  LayerNorm(const std::string& name, std::int64_t hidden, ParameterStore& store, bool partial);
 
   /// x [N,H] -> [N,H]; fills `saved` when given (training).
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, Saved* saved) const;

@@ -125,7 +125,7 @@ bool ParameterStore::has(const std::string& name) const {
   return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.spec.name == name; });
 }
 
-void ParameterStore::allocate(Precision precision, at::Device device, bool with_optimizer) {
+void ParameterStore::allocate(Precision precision, at::Device device, bool with_optimizer, const Partition& partition) {
   precision_ = precision;
   device_ = device;
   buffers_.clear();
@@ -133,7 +133,8 @@ void ParameterStore::allocate(Precision precision, at::Device device, bool with_
     Entry& entry = entries_[id];
     const auto same_class = [&](const FlatBuffers& b) {
       return b.decay == entry.spec.decay && b.full_precision == entry.spec.full_precision &&
-             b.sharded == entry.spec.is_sharded();
+             b.sharded == entry.spec.is_sharded() && b.tied == entry.spec.tied && b.counts == entry.spec.counts &&
+             b.partial == entry.spec.partial;
     };
     auto buffer = std::find_if(buffers_.begin(), buffers_.end(), same_class);
     if (buffer == buffers_.end()) {
@@ -141,6 +142,9 @@ void ParameterStore::allocate(Precision precision, at::Device device, bool with_
       made.decay = entry.spec.decay;
       made.full_precision = entry.spec.full_precision;
       made.sharded = entry.spec.is_sharded();
+      made.tied = entry.spec.tied;
+      made.counts = entry.spec.counts;
+      made.partial = entry.spec.partial;
       buffer = buffers_.insert(buffers_.end(), std::move(made));
     }
     entry.buffer = static_cast<std::size_t>(buffer - buffers_.begin());
@@ -148,14 +152,22 @@ void ParameterStore::allocate(Precision precision, at::Device device, bool with_
     buffer->numel += round_up(local_numel(id), kParamAlignment);
   }
   const at::TensorOptions master_options = at::TensorOptions().dtype(master_type(precision)).device(device);
+  const bool shared_out = partition.size > 1;
   for (FlatBuffers& b : buffers_) {
-    b.master = at::zeros({b.numel}, master_options);
-    const bool one_copy = b.full_precision || working_type(precision) == master_type(precision);
-    b.working = one_copy ? b.master : at::zeros({b.numel}, master_options.dtype(working_type(precision)));
+    b.numel = round_up(b.numel, partition.alignment());
+    b.buckets = cut_buckets(b.numel, partition);
+    const std::int64_t owned = b.numel / partition.size;
+    b.master = at::zeros({owned}, master_options);
+    const bool one_format = b.full_precision || working_type(precision) == master_type(precision);
+    b.working =
+        one_format && !shared_out
+            ? b.master
+            : at::zeros({b.numel}, master_options.dtype(one_format ? master_type(precision) : working_type(precision)));
     if (with_optimizer) {
       b.grad = at::zeros({b.numel}, master_options);
-      b.exp_avg = at::zeros({b.numel}, master_options);
-      b.exp_avg_sq = at::zeros({b.numel}, master_options);
+      b.owned_grad = shared_out ? at::zeros({owned}, master_options) : b.grad;
+      b.exp_avg = at::zeros({owned}, master_options);
+      b.exp_avg_sq = at::zeros({owned}, master_options);
     }
   }
   for (std::size_t id = 0; id < entries_.size(); ++id) {
@@ -166,26 +178,54 @@ void ParameterStore::allocate(Precision precision, at::Device device, bool with_
       return flat.defined() ? flat.narrow(0, entry.offset, product(shape)).view(shape) : at::Tensor();
     };
     entry.working = view(b.working);
-    entry.master = view(b.master);
     entry.grad = view(b.grad);
+    if (shared_out) continue;
+    entry.master = view(b.master);
     entry.exp_avg = view(b.exp_avg);
     entry.exp_avg_sq = view(b.exp_avg_sq);
   }
 }
 
+std::vector<ParameterStore::OwnedRange> ParameterStore::owned(ParamId id) const {
+  const Location where = location(id);
+  const FlatBuffers& b = buffers_[where.buffer];
+  std::vector<OwnedRange> ranges;
+  for (const Bucket& bucket : b.buckets) {
+    const std::int64_t begin = std::max(where.begin, bucket.own_begin);
+    const std::int64_t end = std::min(where.end, bucket.own_end);
+    if (begin >= end) continue;
+    const auto view = [&](const at::Tensor& flat) {
+      return flat.defined() ? flat.narrow(0, bucket.at + begin - bucket.own_begin, end - begin) : at::Tensor();
+    };
+    ranges.push_back({begin - where.begin, end - where.begin, view(b.master), view(b.exp_avg), view(b.exp_avg_sq)});
+  }
+  return ranges;
+}
+
+void ParameterStore::assign(ParamId id, const at::Tensor& local) {
+  const at::Tensor flat = local.reshape({-1});
+  for (const OwnedRange& range : owned(id)) range.master.copy_(flat.slice(0, range.begin, range.end));
+  entries_[id].working.copy_(local);
+}
+
 void ParameterStore::initialize(std::uint64_t seed) {
-  for (const Entry& entry : entries_) entry.master.copy_(initial_values(entry.spec, seed));
+  // Rounded as a master first: the working copy is that of the master, to the last bit.
+  for (ParamId id = 0; id < entries_.size(); ++id) {
+    assign(id, initial_values(entries_[id].spec, seed).to(master_type(precision_)));
+  }
   for (const FlatBuffers& b : buffers_) {
-    for (const at::Tensor* state : {&b.grad, &b.exp_avg, &b.exp_avg_sq}) {
+    for (const at::Tensor* state : {&b.grad, &b.owned_grad, &b.exp_avg, &b.exp_avg_sq}) {
       if (state->defined()) state->zero_();
     }
   }
-  refresh_working();
 }
 
 void ParameterStore::refresh_working() {
   for (const FlatBuffers& b : buffers_) {
-    if (!b.working.is_same(b.master)) b.working.copy_(b.master);
+    if (b.working.is_same(b.master)) continue;
+    for (const Bucket& bucket : b.buckets) {
+      b.working.narrow(0, bucket.own_begin, bucket.owned()).copy_(b.master.narrow(0, bucket.at, bucket.owned()));
+    }
   }
 }
 

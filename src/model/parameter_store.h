@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "parallel/buckets.h"
+
 namespace cram {
 
 enum class InitRule { kNormal, kConstant };
@@ -28,6 +30,9 @@ struct ParamSpec {
   std::int64_t slice_begin = 0;
   std::int64_t slice_end = -1;  ///< -1 = the whole dimension
   std::int64_t slice_groups = 1;
+  bool tied = false;     ///< another pipeline stage holds it as well: gradients are summed over both
+  bool counts = true;    ///< false on the second of two tied copies: not in norms, files and counts
+  bool partial = false;  ///< sequence parallel: every tensor rank has the gradient of its own rows
 
   /// True when this rank holds less than the whole tensor (or a padded form of it).
   [[nodiscard]] bool is_sharded() const;
@@ -48,15 +53,24 @@ enum class Precision { kBf16, kFp32, kFp64 };
 [[nodiscard]] at::ScalarType working_type(Precision precision);
 [[nodiscard]] at::ScalarType master_type(Precision precision);
 
-/// A contiguous run of parameters of one class: same decay rule, working format and sharding, so that the optimizer
-/// needs one call for it and the gradient norm counts replicated tensors once. All tensors are 1-d and equally long;
-/// `working` is `master` where the class is full precision.
+/// A contiguous run of parameters of one class, so that the optimizer needs one call for it, the gradient norm counts
+/// every value once, and reductions know what they reduce. `working` and `grad` hold all of it. Master and moments hold
+/// what this rank owns of every bucket, bucket after bucket (Partition): everything in a partition of one. There
+/// `owned_grad` is `grad`, and `working` is `master` where the formats are the same.
 struct FlatBuffers {
   bool decay = false;
   bool full_precision = false;
-  bool sharded = false;    ///< every tensor rank holds another part; otherwise all hold the same
+  bool sharded = false;  ///< every tensor rank holds another part; otherwise all hold the same
+  bool tied = false;     ///< these three as in ParamSpec
+  bool counts = true;
+  bool partial = false;
   std::int64_t numel = 0;  ///< with padding; every parameter starts at a multiple of kParamAlignment
-  at::Tensor working, master, grad, exp_avg, exp_avg_sq;
+  std::vector<Bucket> buckets;
+  at::Tensor working, grad;
+  at::Tensor master, owned_grad, exp_avg, exp_avg_sq;
+
+  /// True when every rank updates all of it.
+  [[nodiscard]] bool owns_all() const { return owned_grad.is_same(grad); }
 };
 inline constexpr std::int64_t kParamAlignment = 64;
 
@@ -70,14 +84,36 @@ class ParameterStore {
   ParamId add(ParamSpec spec);
 
   /// Allocates the flat buffers. `with_optimizer` false leaves out gradients and moments (export, evaluation).
-  void allocate(Precision precision, at::Device device, bool with_optimizer = true);
+  /// `partition` shares masters and moments out to the data ranks (ZeRO-1).
+  void allocate(Precision precision, at::Device device, bool with_optimizer = true, const Partition& partition = {});
 
   /// Initial values: a pure function of (seed, name), made for the full tensor and then sliced; gradients and moments
   /// 0.
   void initialize(std::uint64_t seed);
 
-  /// Copies masters to working weights (after a load; the optimizer does it as it goes).
+  /// Sets a parameter from its local tensor: the owned part of the master, and the whole working copy.
+  void assign(ParamId id, const at::Tensor& local);
+
+  /// Copies masters to working weights (after a load; the optimizer does it as it goes). Only the owned parts.
   void refresh_working();
+
+  /// A part of a parameter whose master and moments this rank owns; flat elements [begin, end) of its local tensor.
+  struct OwnedRange {
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+    at::Tensor master, exp_avg, exp_avg_sq;  // 1-d views; moments may be undefined
+  };
+  [[nodiscard]] std::vector<OwnedRange> owned(ParamId id) const;
+
+  /// Where a parameter lies in the flat buffers.
+  struct Location {
+    std::size_t buffer = 0;
+    std::int64_t begin = 0;
+    std::int64_t end = 0;
+  };
+  [[nodiscard]] Location location(ParamId id) const {
+    return {entries_[id].buffer, entries_[id].offset, entries_[id].offset + local_numel(id)};
+  }
 
   [[nodiscard]] std::size_t size() const { return entries_.size(); }
   [[nodiscard]] const ParamSpec& spec(ParamId id) const { return entries_[id].spec; }
@@ -87,7 +123,8 @@ class ParameterStore {
   [[nodiscard]] ParamId find(const std::string& name) const;
   [[nodiscard]] bool has(const std::string& name) const;
 
-  // Views of the flat buffers in the parameter's local shape.
+  // Views of the flat buffers in the parameter's local shape. Master and moments are undefined where other ranks own a
+  // part of them; `owned` works everywhere.
   [[nodiscard]] const at::Tensor& weight(ParamId id) const { return entries_[id].working; }
   [[nodiscard]] const at::Tensor& master(ParamId id) const { return entries_[id].master; }
   [[nodiscard]] const at::Tensor& grad(ParamId id) const { return entries_[id].grad; }
@@ -95,6 +132,7 @@ class ParameterStore {
   [[nodiscard]] const at::Tensor& exp_avg_sq(ParamId id) const { return entries_[id].exp_avg_sq; }
 
   [[nodiscard]] std::vector<FlatBuffers>& buffers() { return buffers_; }
+  [[nodiscard]] const std::vector<FlatBuffers>& buffers() const { return buffers_; }
   [[nodiscard]] Precision precision() const { return precision_; }
   [[nodiscard]] at::Device device() const { return device_; }
 

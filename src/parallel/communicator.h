@@ -109,6 +109,9 @@ class Communicator {
  protected:
   Communicator(int rank, int size, std::string name);
 
+  /// For backends that work through another communicator: a wait in either is the same rank's.
+  void share_pending(const Communicator& other) { pending_ = other.pending_; }
+
   // What a backend does; arguments are checked and recorded already. Sizes of 0 elements never arrive here.
   [[nodiscard]] virtual Work start_all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
   [[nodiscard]] virtual Work start_all_gather(const at::Tensor& out, const at::Tensor& in) = 0;
@@ -146,5 +149,24 @@ class Communicator {
 /// MPI_COMM_WORLD, for CPU tensors; needs an MpiEnvironment that outlives it. bf16 is reduced by an operation of our
 /// own (Open MPI has none); counts beyond an int are cut into pieces.
 [[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator();
+
+/// `inner`, which moves CPU tensors, for tensors of any device: they go through host buffers (pinned where there is a
+/// GPU, kept and used again). Starting waits for the device to make its input, wait() for the copy back; in between the
+/// operation is as asynchronous as the inner one. For checks: several MPI ranks may share one GPU this way.
+[[nodiscard]] std::unique_ptr<Communicator> make_staged_communicator(std::unique_ptr<Communicator> inner);
+
+/// NCCL between the GPUs of the ranks of `control`, one GPU each (NCCL refuses two ranks on one). Collective over
+/// `control`, a communicator on CPU tensors, which is only needed until this returns; the groups split off it get the
+/// same treatment. Error(kUsage): a build without NCCL, another NCCL than this was built for, not a GPU of this
+/// machine, a GPU shared by two ranks.
+///
+/// - The host never waits, barrier() excepted. An operation begins when what the current stream was given before is
+///   over; Work::wait() makes the current stream wait for the operation and returns, so the tensors may be used there
+///   at once and elsewhere (host included) after a synchronisation. That is where the host waits for a slow peer:
+///   unseen by pending(). done() says whether the GPU is through.
+/// - Messages have no tags: those between two ranks are matched in order. A send is over when it was received, and
+///   holds up what this group is given after it; a message to this rank itself needs its receive in the same call.
+/// - Errors of other ranks come up at the next start, done() or barrier() as Error(kPeerLost), and end the group.
+[[nodiscard]] std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, at::Device device);
 
 }  // namespace cram

@@ -39,20 +39,20 @@ Layout layout_for(int world_size, int tensor, int pipeline) {
   return {tensor, pipeline, world_size / (tensor * pipeline)};
 }
 
-Mesh::Mesh(Communicator& world, const Layout& layout)
+Mesh::Mesh(Communicator& world, const Layout& layout, Communicator& device_world)
     : layout_(layout), place_(coordinates_of(layout, world.rank())), world_(world) {
   CRAM_CHECK(world.size() == layout.world_size(), ExitCode::kUsage, "layout ", layout.text(), " needs ",
              layout.world_size(), " ranks, this job has ", world.size());
   // A group's colour is the world rank of its first member; its order is the axis' own.
   const auto along = [&](Axis axis, int key, const char* name) {
-    return world.split(group_ranks(layout, axis, world.rank()).front(), key, name);
+    return device_world.split(group_ranks(layout, axis, world.rank()).front(), key, name);
   };
   tensor_ = along(Axis::kTensor, place_.tp_rank, "tensor");
   data_ = along(Axis::kData, place_.dp_rank, "data");
   pipeline_ = along(Axis::kPipeline, place_.pp_rank, "pipeline");
   const bool holds_embedding = is_first_stage() || is_last_stage();
   const int first = group_ranks(layout, Axis::kPipeline, world.rank()).front();
-  tied_ = world.split(holds_embedding ? first : layout.world_size() + world.rank(), place_.pp_rank, "tied");
+  tied_ = device_world.split(holds_embedding ? first : layout.world_size() + world.rank(), place_.pp_rank, "tied");
 }
 
 }  // namespace cram

@@ -3,6 +3,7 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <utility>
 
@@ -81,8 +82,14 @@ class MpiPending final : public Work::Pending {
  public:
   explicit MpiPending(std::string operation) : operation_(std::move(operation)) {}
   ~MpiPending() override {
-    // Dropped without wait(): MPI still owns the buffers, so they must not go before it is done.
-    if (!requests_.empty()) MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE);
+    if (requests_.empty()) return;
+    // Dropped without wait(): MPI still owns the buffers, so they must not go before it is done. While an exception is
+    // on its way the other side may never come: the job ends, and the buffers stay for as long as it lives.
+    if (std::uncaught_exceptions() > 0) {
+      (void)new std::vector<at::Tensor>(std::move(kept_));  // NOLINT
+      return;
+    }
+    MPI_Waitall(static_cast<int>(requests_.size()), requests_.data(), MPI_STATUSES_IGNORE);
   }
   MPI_Request* add() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
   void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }

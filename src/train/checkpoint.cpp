@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "base/digest.h"
 #include "base/file_io.h"
@@ -29,13 +30,13 @@ constexpr std::string_view kStepPrefix = "step-";
 constexpr ExitCode kStorage = ExitCode::kCheckpointStorage;
 constexpr ExitCode kInvalid = ExitCode::kNoCheckpoint;
 
+using OwnedRange = ParameterStore::OwnedRange;
 struct StateKind {
   const char* name;
-  const at::Tensor& (ParameterStore::*tensor)(ParamId) const;
+  at::Tensor OwnedRange::*tensor;
 };
-constexpr StateKind kStateKinds[] = {{"master", &ParameterStore::master},
-                                     {"exp_avg", &ParameterStore::exp_avg},
-                                     {"exp_avg_sq", &ParameterStore::exp_avg_sq}};
+constexpr StateKind kStateKinds[] = {
+    {"master", &OwnedRange::master}, {"exp_avg", &OwnedRange::exp_avg}, {"exp_avg_sq", &OwnedRange::exp_avg_sq}};
 
 std::string step_name(std::int64_t step) {
   std::string digits = std::to_string(step);
@@ -92,7 +93,7 @@ void remove_quietly(const fs::path& path) {
 std::uintmax_t checkpoint_bytes(const ParameterStore& store) {
   std::uintmax_t bytes = 0;
   for (ParamId id = 0; id < store.size(); ++id) {
-    bytes += 3 * static_cast<std::uintmax_t>(store.local_numel(id)) * store.master(id).element_size();
+    bytes += 3 * static_cast<std::uintmax_t>(store.local_numel(id)) * c10::elementSize(master_type(store.precision()));
   }
   return bytes;
 }
@@ -118,6 +119,10 @@ std::string rank_file_name(int rank) {
   return "rank-" + std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits + ".h5";
 }
 
+std::string array_name(const StateKind& kind, const std::string& parameter, std::int64_t first_element) {
+  return concat("/", kind.name, "/", parameter, first_element > 0 ? concat("@", first_element) : "");
+}
+
 // Writes this rank's tensors; returns the file's entry of the manifest.
 json write_rank_file(const fs::path& folder, int rank, const ParameterStore& store) {
   const fs::path path = folder / rank_file_name(rank);
@@ -126,13 +131,20 @@ json write_rank_file(const fs::path& folder, int rank, const ParameterStore& sto
     ArrayFileWriter writer(path.string(), kStorage);
     for (ParamId id = 0; id < store.size(); ++id) {
       const ParamSpec& spec = store.spec(id);
-      for (const StateKind& kind : kStateKinds) {
-        const at::Tensor host = (store.*kind.tensor)(id).cpu().contiguous();
-        writer.write(concat("/", kind.name, "/", spec.name), array_info(host), host.const_data_ptr());
+      if (!spec.counts) continue;  // the first of two tied copies is written
+      for (const OwnedRange& range : store.owned(id)) {
+        const bool whole = range.end - range.begin == store.local_numel(id);
+        for (const StateKind& kind : kStateKinds) {
+          at::Tensor host = (range.*kind.tensor).cpu().contiguous();
+          if (whole) host = host.view(store.local_shape(id));
+          writer.write(array_name(kind, spec.name, whole ? 0 : range.begin), array_info(host), host.const_data_ptr());
+        }
+        json entry = {{"name", spec.name},
+                      {"shape", spec.global_shape},
+                      {"slice", {spec.slice_dim, spec.slice_begin, spec.slice_end, spec.slice_groups}}};
+        if (!whole) entry["flat"] = {range.begin, range.end};
+        tensors.push_back(std::move(entry));
       }
-      tensors.push_back({{"name", spec.name},
-                         {"shape", spec.global_shape},
-                         {"slice", {spec.slice_dim, spec.slice_begin, spec.slice_end, spec.slice_groups}}});
     }
     writer.close();
   }
@@ -309,7 +321,20 @@ namespace {
 // Where one part of a tensor lies.
 struct Piece {
   std::string file;
-  ParamSpec spec;  // name, shape and slice of the part
+  ParamSpec spec;                             // name, shape and slice of the part
+  std::int64_t flat_begin = 0, flat_end = 0;  // elements of the slice
+
+  [[nodiscard]] std::vector<std::int64_t> slice_shape() const {
+    std::vector<std::int64_t> shape = spec.global_shape;
+    shape[static_cast<std::size_t>(spec.slice_dim)] = spec.slice_groups * (spec.slice_end - spec.slice_begin);
+    return shape;
+  }
+  [[nodiscard]] std::int64_t slice_numel() const {
+    std::int64_t numel = 1;
+    for (const std::int64_t extent : slice_shape()) numel *= extent;
+    return numel;
+  }
+  [[nodiscard]] bool is_whole_slice() const { return flat_end - flat_begin == slice_numel(); }
 };
 
 std::map<std::string, std::vector<Piece>> read_pieces(const fs::path& manifest_path) {
@@ -328,6 +353,14 @@ std::map<std::string, std::vector<Piece>> read_pieces(const fs::path& manifest_p
         piece.spec.slice_begin = slice[1];
         piece.spec.slice_end = slice[2];
         piece.spec.slice_groups = slice[3];
+        piece.flat_end = piece.slice_numel();
+        if (tensor.contains("flat")) {
+          piece.flat_begin = tensor.at("flat").at(0).get<std::int64_t>();
+          piece.flat_end = tensor.at("flat").at(1).get<std::int64_t>();
+          CRAM_CHECK(
+              piece.flat_begin >= 0 && piece.flat_begin < piece.flat_end && piece.flat_end <= piece.slice_numel(),
+              kInvalid, manifest_path.string(), ": bad range of ", piece.spec.name);
+        }
         pieces[piece.spec.name].push_back(piece);
       }
     }
@@ -337,13 +370,54 @@ std::map<std::string, std::vector<Piece>> read_pieces(const fs::path& manifest_p
   return pieces;
 }
 
+using Readers = std::map<std::string, std::unique_ptr<ArrayFileReader>>;
+
+// The full tensor of one kind from all its pieces. Several pieces of one slice (shared out over data ranks) are put
+// together before the slice goes to its place.
+at::Tensor assemble(const std::vector<Piece>& pieces, const StateKind& kind, const ParamSpec& spec, at::ScalarType type,
+                    Readers& readers, const std::string& step_folder) {
+  using SliceKey = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+  struct Slice {
+    const Piece* piece = nullptr;
+    at::Tensor values, filled;  // flat
+  };
+  std::map<SliceKey, Slice> slices;
+  for (const Piece& piece : pieces) {
+    CRAM_CHECK(piece.spec.global_shape == spec.global_shape, kInvalid, step_folder, ": tensor ", spec.name,
+               " has shape ", shape_text(piece.spec.global_shape), ", this model expects ",
+               shape_text(spec.global_shape));
+    Slice& slice =
+        slices[{piece.spec.slice_dim, piece.spec.slice_begin, piece.spec.slice_end, piece.spec.slice_groups}];
+    if (slice.piece == nullptr) {
+      slice.piece = &piece;
+      slice.values = at::zeros({piece.slice_numel()}, type);
+      slice.filled = at::zeros({piece.slice_numel()}, at::kBool);
+    }
+    const at::Tensor part = slice.values.slice(0, piece.flat_begin, piece.flat_end);
+    ArrayInfo info = array_info(part);
+    if (piece.is_whole_slice()) info.shape = piece.slice_shape();
+    readers.at(piece.file)->read(array_name(kind, spec.name, piece.flat_begin), info, part.data_ptr());
+    slice.filled.slice(0, piece.flat_begin, piece.flat_end).fill_(true);
+  }
+  const at::Tensor full = at::empty(spec.global_shape, type);
+  const at::Tensor filled = at::zeros(spec.global_shape, at::kBool);
+  for (const auto& [key, slice] : slices) {
+    // Padding of a slice may be missing: it is in no file of another layout either.
+    put_slice(full, slice.piece->spec, slice.values.view(slice.piece->slice_shape()));
+    put_slice(filled, slice.piece->spec, slice.filled.view(slice.piece->slice_shape()));
+  }
+  CRAM_CHECK(filled.all().item<bool>(), kInvalid, step_folder, " has only part of the tensor ", spec.name);
+  return full;
+}
+
 }  // namespace
 
-void load_checkpoint(const std::string& step_folder, ParameterStore& store) {
+void load_checkpoint(const std::string& step_folder, ParameterStore& store, const std::set<std::string>& elsewhere) {
   const std::map<std::string, std::vector<Piece>> pieces = read_pieces(fs::path(step_folder) / kManifest);
-  std::map<std::string, std::unique_ptr<ArrayFileReader>> readers;
+  Readers readers;
   for (const auto& [name, parts] : pieces) {
-    CRAM_CHECK(store.has(name), kInvalid, step_folder, " has the tensor ", name, ", which this model has not");
+    CRAM_CHECK(store.has(name) || elsewhere.count(name) > 0, kInvalid, step_folder, " has the tensor ", name,
+               ", which this model has not");
     for (const Piece& piece : parts) {
       std::unique_ptr<ArrayFileReader>& reader = readers[piece.file];
       if (!reader) reader = std::make_unique<ArrayFileReader>((fs::path(step_folder) / piece.file).string(), kInvalid);
@@ -354,29 +428,20 @@ void load_checkpoint(const std::string& step_folder, ParameterStore& store) {
     const auto found = pieces.find(spec.name);
     CRAM_CHECK(found != pieces.end(), kInvalid, step_folder, " lacks the tensor ", spec.name,
                ": model.* must describe the model that was saved");
+    const std::vector<OwnedRange> owned = store.owned(id);
     for (const StateKind& kind : kStateKinds) {
-      const at::Tensor& target = (store.*kind.tensor)(id);
-      if (!target.defined()) continue;
-      // Not-a-number marks what no file has filled; a part that is missing must not become zeros.
-      const at::Tensor full = at::full(spec.global_shape, std::nan(""), target.options().device(at::kCPU));
-      const at::Tensor filled = at::zeros(spec.global_shape, at::kBool);
-      for (const Piece& piece : found->second) {
-        CRAM_CHECK(piece.spec.global_shape == spec.global_shape, kInvalid, step_folder, ": tensor ", spec.name,
-                   " has shape ", shape_text(piece.spec.global_shape), ", this model expects ",
-                   shape_text(spec.global_shape));
-        std::vector<std::int64_t> shape = spec.global_shape;
-        shape[static_cast<std::size_t>(piece.spec.slice_dim)] =
-            piece.spec.slice_groups * (piece.spec.slice_end - piece.spec.slice_begin);
-        const at::Tensor part = at::empty(shape, full.options());
-        readers.at(piece.file)->read(concat("/", kind.name, "/", spec.name), array_info(part), part.data_ptr());
-        put_slice(full, piece.spec, part);
-        put_slice(filled, piece.spec, at::ones(shape, at::kBool));
+      const bool is_master = kind.tensor == &OwnedRange::master;
+      if (!is_master && (owned.empty() || !(owned[0].*kind.tensor).defined())) continue;
+      const at::Tensor local =
+          take_slice(assemble(found->second, kind, spec, master_type(store.precision()), readers, step_folder), spec);
+      if (is_master) {
+        store.assign(id, local);
+        continue;
       }
-      CRAM_CHECK(filled.all().item<bool>(), kInvalid, step_folder, " has only part of the tensor ", spec.name);
-      target.copy_(take_slice(full, spec));
+      const at::Tensor flat = local.reshape({-1});
+      for (const OwnedRange& range : owned) (range.*kind.tensor).copy_(flat.slice(0, range.begin, range.end));
     }
   }
-  store.refresh_working();
 }
 
 }  // namespace cram

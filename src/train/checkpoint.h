@@ -4,13 +4,15 @@
 // <run>/checkpoints/step-000000050/manifest.json   sizes, digests, progress, settings, environment; written last
 //                                 /rank-00000.h5   /master/<name>, /exp_avg/<name>, /exp_avg_sq/<name>
 //
-// Every rank that holds something of its own writes one file; the manifest says which slice of which tensor is where.
-// The content does not depend on who reads it: any layout loads any checkpoint.
+// Every rank that holds something of its own writes one file; the manifest says which slice of which tensor is where,
+// and, where data ranks share out the state (ZeRO-1), which flat elements of the slice: then the arrays are 1-d and
+// named <name>@<first element>. The content does not depend on who reads it: any layout loads any checkpoint.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -65,8 +67,10 @@ class CheckpointFolder {
 [[nodiscard]] CheckpointInfo verify_checkpoint(const std::string& step_folder);
 
 /// Loads masters (and moments, where the store has them) by name from a verified step folder, whatever layout wrote it;
-/// every parameter must be there whole and with its shape, and no other. Refreshes the working weights.
-void load_checkpoint(const std::string& step_folder, ParameterStore& store);
+/// every parameter must be there whole and with its shape. Sets the working weights as well. Names that the store has
+/// not are refused unless they are in `elsewhere`: parameters of other pipeline stages.
+void load_checkpoint(const std::string& step_folder, ParameterStore& store,
+                     const std::set<std::string>& elsewhere = {});
 
 /// Bytes that one checkpoint of this store takes, for the warning before the disk is full.
 [[nodiscard]] std::uintmax_t checkpoint_bytes(const ParameterStore& store);

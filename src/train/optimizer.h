@@ -2,7 +2,7 @@
 #pragma once
 
 #include "model/parameter_store.h"
-#include "parallel/communicator.h"
+#include "parallel/mesh.h"
 #include "train/adamw.h"
 
 namespace cram {
@@ -20,16 +20,17 @@ struct OptimizerSettings {
 
 class Optimizer {
  public:
-  /// `tensor`: the group whose ranks hold the parts of sharded parameters; it must outlive the optimizer.
-  Optimizer(ParameterStore& store, const OptimizerSettings& settings, Communicator& tensor)
-      : store_(store), settings_(settings), tensor_(tensor) {}
+  /// The mesh must outlive the optimizer.
+  Optimizer(ParameterStore& store, const OptimizerSettings& settings, const Mesh& mesh)
+      : store_(store), settings_(settings), mesh_(mesh) {}
 
-  /// L2 norm of the whole model's accumulated gradients as they are (of the loss sum), fp64, in a fixed order for any
-  /// thread count: sharded parameters summed over the tensor ranks, replicated ones counted once. The same bits on all
-  /// of them.
+  /// L2 norm of the whole model's reduced gradients as they are (of the loss sum), fp64, in a fixed order for any
+  /// thread count: every parameter once, whether it is sharded over tensor ranks, shared out over data ranks, on
+  /// another stage or held by several. One sum over the world, so the same bits on all ranks.
   [[nodiscard]] double grad_norm() const;
 
-  /// One update number `step` (from 1) with the gradients times `grad_scale`; clears the gradients.
+  /// One update number `step` (from 1) with the gradients times `grad_scale`; clears the gradients. Where the state is
+  /// shared out, every rank updates its part and the working weights are gathered over the data ranks.
   void update(std::int64_t step, double lr, double grad_scale);
 
   [[nodiscard]] const OptimizerSettings& settings() const { return settings_; }
@@ -37,7 +38,7 @@ class Optimizer {
  private:
   ParameterStore& store_;
   OptimizerSettings settings_;
-  Communicator& tensor_;
+  const Mesh& mesh_;
 };
 
 }  // namespace cram

@@ -84,9 +84,58 @@ void add_train_options(OptionTable& table, Config& config) {
            "gradient with NaN or Inf: skip the step (5 in a row halt) or halt")
       .choices({"skip", "halt"});
 
-  table.add("parallel.tensor", &config.parallel.tensor, "ranks that share every layer; data ranks are what is left")
+  ParallelConfig& parallel = config.parallel;
+  table.add("parallel.tensor", &parallel.tensor, "ranks that share every layer; data ranks are what is left")
       .range(1, 4096)
       .also_called({"tp", "tensor_parallel"})
+      .free_on_resume();
+  table.add("parallel.pipeline", &parallel.pipeline, "stages that share the layers")
+      .range(1, 4096)
+      .also_called({"pp", "pipeline_parallel"})
+      .free_on_resume();
+  table
+      .add("parallel.virtual_stages", &parallel.virtual_stages,
+           "blocks of layers a stage holds; above 1 the schedule is interleaved")
+      .range(1, 4096)
+      .free_on_resume();
+  table.add("parallel.schedule", &parallel.schedule, "order of a pipeline's micro-batches; auto = 1f1b, interleaved")
+      .choices({"auto", "1f1b", "gpipe"})
+      .free_on_resume();
+  table.add("parallel.split", &parallel.split, "layers of every block, as in 8,8,7,7; empty = balanced by their cost")
+      .free_on_resume();
+  table
+      .add("parallel.sequence_parallel", &parallel.sequence_parallel,
+           "tensor ranks share out the rows between tensor-parallel regions")
+      .free_on_resume();
+  table.add("parallel.zero", &parallel.zero, "1 = data ranks share out masters and moments (ZeRO-1)")
+      .range(0, 1)
+      .free_on_resume();
+  table
+      .add("parallel.overlap", &parallel.overlap,
+           "exchange gradients while the last micro-batch is running; the result has the same bits")
+      .free_on_resume();
+  table
+      .add("parallel.check_sync", &parallel.check_sync,
+           "steps between two comparisons of what several ranks hold (exit code 31); 0 = never")
+      .range(0, kMany)
+      .free_on_resume();
+  table
+      .add("parallel.check_calls", &parallel.check_calls,
+           "debugging: compare every collective call of the ranks before it runs")
+      .free_on_resume();
+  table
+      .add("parallel.staging", &parallel.staging,
+           "move a GPU's tensors by MPI through host memory instead of NCCL: several ranks can share a GPU")
+      .free_on_resume();
+  table
+      .add("parallel.timeout", &parallel.timeout,
+           "a rank that waits longer than this (and 5 median steps) for another ends the job (30)")
+      .units({"time"})
+      .free_on_resume();
+  table
+      .add("parallel.init_timeout", &parallel.init_timeout,
+           "the same while starting, saving and evaluating, where one rank may work alone")
+      .units({"time"})
       .free_on_resume();
 
   EvalConfig& eval = config.eval;
@@ -108,7 +157,7 @@ void add_train_options(OptionTable& table, Config& config) {
       .free_on_resume();
 }
 
-void resolve_train_config(Config& config, std::int64_t data_parallel_size) {
+void resolve_train_config(Config& config, const Layout& layout) {
   constexpr ExitCode kBad = ExitCode::kUsage;
   TrainConfig& t = config.train;
   CRAM_CHECK(t.budget.value > 0, kBad, "train.budget=", t.budget.text(), " must be positive");
@@ -120,12 +169,23 @@ void resolve_train_config(Config& config, std::int64_t data_parallel_size) {
   CRAM_CHECK(t.batch_size % t.batch_quantum == 0, kBad, "train.batch_size=", t.batch_size,
              " is not a multiple of train.batch_quantum=", t.batch_quantum,
              "; nearest: ", nearest_multiples(t.batch_size, t.batch_quantum));
-  const std::int64_t per_micro_step = data_parallel_size * t.micro_batch_size;
+  const ParallelConfig& parallel = config.parallel;
+  CRAM_CHECK(parallel.virtual_stages == 1 || layout.pipeline > 1, kBad,
+             "parallel.virtual_stages=", parallel.virtual_stages, " needs parallel.pipeline of at least 2, got ",
+             layout.pipeline);
+  CRAM_CHECK(parallel.virtual_stages == 1 || parallel.schedule == "auto", kBad, "parallel.schedule=", parallel.schedule,
+             " has one block a stage; parallel.virtual_stages=", parallel.virtual_stages,
+             " needs parallel.schedule=auto (interleaved)");
+  CRAM_CHECK(!parallel.sequence_parallel || layout.tensor > 1, kBad,
+             "parallel.sequence_parallel needs parallel.tensor of at least 2, got ", layout.tensor);
+  // The interleaved schedule takes micro-batches in groups of one a stage.
+  const std::int64_t group = parallel.virtual_stages > 1 ? layout.pipeline : 1;
+  const std::int64_t per_micro_step = layout.data * t.micro_batch_size * group;
   CRAM_CHECK(t.batch_quantum % per_micro_step == 0, kBad, "train.batch_quantum=", t.batch_quantum,
-             t.batch_ramp == 0 ? " (the batch size, since the ramp is off)" : "", " is not a multiple of ",
-             data_parallel_size, " data ranks x train.micro_batch_size=", t.micro_batch_size,
-             "; nearest legal micro-batch: ",
-             nearest_divisor(std::max<std::int64_t>(1, t.batch_quantum / data_parallel_size), t.micro_batch_size));
+             t.batch_ramp == 0 ? " (the batch size, since the ramp is off)" : "", " is not a multiple of ", layout.data,
+             " data ranks x train.micro_batch_size=", t.micro_batch_size,
+             group > 1 ? concat(" x ", group, " stages (interleaved)") : "", "; nearest legal micro-batch: ",
+             nearest_divisor(std::max<std::int64_t>(1, t.batch_quantum / (layout.data * group)), t.micro_batch_size));
 }
 
 }  // namespace cram

@@ -7,6 +7,7 @@
 
 #include "base/options.h"
 #include "model/model_config.h"
+#include "parallel/mesh.h"
 
 namespace cram {
 
@@ -48,7 +49,19 @@ struct TrainConfig {
 };
 
 struct ParallelConfig {
-  std::int64_t tensor = 1;  ///< data ranks are what is left
+  std::int64_t tensor = 1;  ///< data ranks are what tensor and pipeline leave
+  std::int64_t pipeline = 1;
+  std::int64_t virtual_stages = 1;
+  std::string schedule = "auto";
+  std::string split;
+  bool sequence_parallel = false;
+  std::int64_t zero = 0;
+  bool overlap = true;
+  std::int64_t check_sync = 0;
+  bool check_calls = false;
+  bool staging = false;
+  Quantity timeout{100, "s"};
+  Quantity init_timeout{600, "s"};
 };
 
 struct EvalConfig {
@@ -80,8 +93,8 @@ struct Config {
 /// Adds every row of `cram_train`.
 void add_train_options(OptionTable& table, Config& config);
 
-/// Relations between values that do not need the data: batch sizes, clock and budget, betas. Throws Error(kUsage) with
-/// the nearest legal values. With the ramp off the quantum becomes the batch size.
-void resolve_train_config(Config& config, std::int64_t data_parallel_size);
+/// Relations between values that do not need the data: batch sizes, clock and budget, betas, parallel sizes. Throws
+/// Error(kUsage) with the nearest legal values. With the ramp off the quantum becomes the batch size.
+void resolve_train_config(Config& config, const Layout& layout);
 
 }  // namespace cram

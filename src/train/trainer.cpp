@@ -8,7 +8,6 @@
 
 #include "base/log.h"
 #include "parallel/agreement.h"
-#include "parallel/grad_sync.h"
 #include "train/schedules.h"
 
 namespace cram {
@@ -35,8 +34,7 @@ LoaderSettings loader_settings(const Config& config, const Mesh& mesh, const Par
 Trainer::Trainer(TrainerParts parts)
     : parts_(std::move(parts)),
       train_(parts_.config.train),
-      optimizer_(parts_.store, {train_.beta1, train_.beta2, train_.eps, train_.weight_decay, train_.clip},
-                 parts_.mesh.tensor()),
+      optimizer_(parts_.store, {train_.beta1, train_.beta2, train_.eps, train_.weight_decay, train_.clip}, parts_.mesh),
       clock_(train_.budget, train_.clock),
       progress_(parts_.checkpoint_info.progress),
       checkpoints_(parts_.run_folder + "/checkpoints"),
@@ -47,6 +45,8 @@ Trainer::Trainer(TrainerParts parts)
       save_every_(parts_.config.checkpoint.every),
       loader_(std::make_unique<Loader>(parts_.shards, loader_settings(parts_.config, parts_.mesh, parts_.store),
                                        progress_.consumed_samples)),
+      sync_(make_grad_sync(parts_.store, parts_.mesh, parts_.config.parallel.overlap)),
+      micro_steps_(parts_.encoder, parts_.store, sync_, parts_.mesh, parts_.config, [this] { return loader_->next(); }),
       at_start_(progress_) {}
 
 Summary Trainer::run() {
@@ -93,30 +93,23 @@ std::optional<Trainer::StepPlan> Trainer::plan_step() {
 
 bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
   const double start_s = now_s();
-  at::Tensor loss_sum = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(parts_.store.device()));
-  std::int64_t masked = 0;
-  const std::int64_t rows_of_a_micro_step = train_.micro_batch_size * parts_.mesh.layout().data;
-  for (std::int64_t row = 0; row < plan.batch_size; row += rows_of_a_micro_step) {
+  micro_steps_.begin_batch(progress_.step + 1, progress_.consumed_samples);
+  const std::int64_t micro_batches = plan.batch_size / (train_.micro_batch_size * parts_.mesh.layout().data);
+  const std::int64_t per_flush = micro_steps_.per_flush(micro_batches);
+  for (std::int64_t done = 0; done < micro_batches; done += per_flush) {
     if (stop_requested()) {
       parts_.store.zero_grad();
       return false;
     }
-    const double wait_from_s = now_s();
-    const Batch batch = loader_->next();
-    record.data_wait_s += now_s() - wait_from_s;
-    const auto on_device = [&](const at::Tensor& host) {
-      return host.to(parts_.store.device(), /*non_blocking=*/true);
-    };
-    loss_sum.add_(
-        parts_.encoder.forward_backward(on_device(batch.ids), on_device(batch.positions), on_device(batch.labels)));
-    masked += batch.labels.numel();
+    micro_steps_.run(per_flush, /*last=*/done + per_flush == micro_batches);
   }
+  sync_.finish();
   // The gradients are those of the loss sum; one factor turns them into the clipped gradient of the mean.
-  const at::Tensor totals = at::tensor({loss_sum.item<double>(), static_cast<double>(masked)}, at::kDouble);
-  parts_.mesh.data().all_reduce_(totals);
-  std::vector<at::Tensor> gradients;
-  for (const FlatBuffers& buffers : parts_.store.buffers()) gradients.push_back(buffers.grad);
-  reduce_gradients(parts_.mesh.data(), gradients);
+  const MicroSteps::Totals own = micro_steps_.totals();
+  record.data_wait_s = own.data_wait_s;
+  const bool adds = parts_.mesh.place().tp_rank == 0 && parts_.mesh.is_last_stage();
+  const at::Tensor totals = adds ? at::tensor({own.loss_sum, own.masked}, at::kDouble) : at::zeros({2}, at::kDouble);
+  parts_.mesh.world().all_reduce_(totals);
   const double count = totals[1].item<double>();
   record.loss = totals[0].item<double>() / count;
   record.grad_norm = optimizer_.grad_norm() / count;
@@ -180,10 +173,10 @@ void Trainer::save() {
   if (last_saved_step_ == progress_.step) return;
   parts_.checkpoint_info.progress = progress_;
   const double start_s = now_s();
-  // Data ranks hold equal weights and moments, so the first of them writes.
+  // Data ranks hold equal weights; the first of them writes, or each its part of what is shared out.
   const std::uintmax_t bytes =
       checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep, parts_.mesh.world(),
-                        /*writes=*/parts_.mesh.place().dp_rank == 0);
+                        /*writes=*/parts_.mesh.place().dp_rank == 0 || parts_.config.parallel.zero > 0);
   last_saved_step_ = progress_.step;
   progress_line_.saved(progress_.elapsed_s);
   metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", now_s() - start_s, " s"), progress_);

@@ -12,6 +12,7 @@
 #include "train/checkpoint.h"
 #include "train/interval.h"
 #include "train/metrics.h"
+#include "train/micro_steps.h"
 #include "train/optimizer.h"
 #include "train/run_folder.h"
 #include "train/signals.h"
@@ -69,6 +70,8 @@ class Trainer {
   ProgressLine progress_line_;
   Interval log_every_, eval_every_, save_every_;
   std::unique_ptr<Loader> loader_;
+  GradSync sync_;
+  MicroSteps micro_steps_;
   int stop_signal_ = 0;  ///< agreed by all ranks
   std::string stop_reason_;
   std::optional<EvalRecord> last_eval_;

@@ -1,0 +1,77 @@
+// The micro-steps of one batch: fetches micro-batches, runs them through this rank's part of the model by a pipeline
+// plan, and tells the gradient exchange what is complete while the last ones are still running.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+
+#include "data/loader.h"
+#include "model/encoder.h"
+#include "parallel/grad_sync.h"
+#include "parallel/mesh.h"
+#include "parallel/pipeline.h"
+#include "train/train_config.h"
+
+namespace cram {
+
+class MicroSteps final : public PipelineStage {
+ public:
+  /// All must outlive it. `next_batch` returns this rank's next micro-batch, on the host.
+  MicroSteps(Encoder& encoder, ParameterStore& store, GradSync& sync, const Mesh& mesh, const Config& config,
+             std::function<Batch()> next_batch);
+
+  /// Micro-batches between two points where nothing is in flight on any stage: one where there is one stage, all of a
+  /// batch otherwise.
+  [[nodiscard]] std::int64_t per_flush(std::int64_t micro_batches) const;
+
+  /// Starts a batch: step number (from 1) and the first global sample, for dropout.
+  void begin_batch(std::int64_t step, std::int64_t first_sample);
+  /// Runs `count` micro-batches, adding their gradients. `last`: the batch ends with them, so gradients are exchanged
+  /// as they become complete.
+  void run(std::int64_t count, bool last);
+
+  struct Totals {
+    double loss_sum = 0;     ///< of this rank's micro-batches; 0 where the last stage is another rank
+    double masked = 0;       ///< masked tokens in them
+    double data_wait_s = 0;  ///< waited for the loader
+  };
+  /// Of the batch so far. Waits for the device.
+  [[nodiscard]] Totals totals() const;
+
+  // PipelineStage
+  [[nodiscard]] at::Tensor forward(int block, int micro_batch, const at::Tensor& input) override;
+  [[nodiscard]] at::Tensor backward(int block, int micro_batch, const at::Tensor& d_output) override;
+  [[nodiscard]] at::Tensor make_activation() override;
+
+ private:
+  [[nodiscard]] const MicroBatch& micro_batch(int number);
+  [[nodiscard]] const StagePlan& plan_for(int micro_batches);
+  [[nodiscard]] PlanShape shape_for(int micro_batches) const;
+
+  Encoder& encoder_;
+  ParameterStore& store_;
+  GradSync& sync_;
+  const Mesh& mesh_;
+  const Config& config_;
+  std::function<Batch()> next_batch_;
+  std::map<int, StagePlan> plans_;  // by number of micro-batches: a ramp has several
+  // Of the batch.
+  std::int64_t step_ = 0, first_sample_ = 0, done_ = 0;
+  at::Tensor loss_sum_;
+  double masked_ = 0, data_wait_s_ = 0;
+  // Of the flush.
+  int count_ = 0;
+  bool last_ = false;
+  int fetched_ = 0;
+  std::map<int, MicroBatch> in_flight_;
+  std::map<std::pair<int, int>, Encoder::BlockSaved> saved_;  // block, micro-batch
+};
+
+/// The gradient exchange over a store's buffers.
+[[nodiscard]] GradSync make_grad_sync(const ParameterStore& store, const Mesh& mesh, bool overlap);
+
+/// Where this rank's part of the model is, from the configuration.
+[[nodiscard]] Placement make_placement(const Config& config, const Mesh& mesh);
+
+}  // namespace cram
