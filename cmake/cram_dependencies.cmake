@@ -98,8 +98,7 @@ if(CRAM_CUDA)
   endif()
   set(CMAKE_CUDA_ARCHITECTURES 80 90 CACHE STRING "GPU architectures to compile for")
   target_compile_definitions(cram_deps_torch INTERFACE CRAM_CUDA=1)
-  target_include_directories(cram_deps_torch SYSTEM INTERFACE
-    ${CRAM_TORCH_ROOT}/../nvidia/nccl/include ${CUDAToolkit_INCLUDE_DIRS})
+  target_include_directories(cram_deps_torch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
   target_link_libraries(cram_deps_torch INTERFACE
     -Wl,--no-as-needed stdc++ torch torch_cpu torch_cuda c10 c10_cuda -Wl,--as-needed)
 else()
@@ -109,6 +108,17 @@ endif()
 # whoever is linked first wins; the wheel's remove_all() calls through a null pointer in a program built by GCC 12.
 # The wheel's libraries find each other through their own RPATH; ours need the wheel and its NCCL.
 set(CMAKE_BUILD_RPATH "${CRAM_TORCH_ROOT}/lib;${CRAM_TORCH_ROOT}/../nvidia/nccl/lib")
+
+# NCCL and the CUDA runtime under it, from the wheel as well, so that a program holds one of each. Without them (a CPU
+# build) the backend refuses at run time.
+add_library(cram_deps_nccl INTERFACE)
+set(CRAM_NCCL_ROOT "${CRAM_TORCH_ROOT}/../nvidia/nccl")
+if(CRAM_CUDA AND EXISTS "${CRAM_NCCL_ROOT}/include/nccl.h")
+  target_compile_definitions(cram_deps_nccl INTERFACE CRAM_NCCL=1)
+  target_include_directories(cram_deps_nccl SYSTEM INTERFACE ${CRAM_NCCL_ROOT}/include)
+  target_link_libraries(cram_deps_nccl INTERFACE
+    ${CRAM_NCCL_ROOT}/lib/libnccl.so.2 ${CRAM_TORCH_ROOT}/../nvidia/cu13/lib/libcudart.so.13)
+endif()
 
 if(NOT DEFINED CRAM_TESTS OR CRAM_TESTS)
   find_package(GTest)

@@ -20,8 +20,7 @@ void add_model_options(OptionTable& table, ModelConfig& config) {
   table.add("model.preset", &config.preset, "architecture").choices({"crammed-bert"});
   table
       .add("model.recompute", &config.recompute,
-           "activations made again in the backward pass instead of kept: none, the S x S ones of attention "
-           "(selective), or all but a layer's input (layer)")
+           "activations made again for the backward pass: none, attention probabilities (selective), all of a layer")
       .choices({"none", "selective", "layer"})
       .free_on_resume();
 }

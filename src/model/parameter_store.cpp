@@ -197,7 +197,8 @@ std::vector<ParameterStore::OwnedRange> ParameterStore::owned(ParamId id) const 
     const auto view = [&](const at::Tensor& flat) {
       return flat.defined() ? flat.narrow(0, bucket.at + begin - bucket.own_begin, end - begin) : at::Tensor();
     };
-    ranges.push_back({begin - where.begin, end - where.begin, view(b.master), view(b.exp_avg), view(b.exp_avg_sq)});
+    ranges.push_back({begin - where.begin, end - where.begin, view(b.master), view(b.owned_grad), view(b.exp_avg),
+                      view(b.exp_avg_sq)});
   }
   return ranges;
 }

@@ -101,7 +101,7 @@ class ParameterStore {
   struct OwnedRange {
     std::int64_t begin = 0;
     std::int64_t end = 0;
-    at::Tensor master, exp_avg, exp_avg_sq;  // 1-d views; moments may be undefined
+    at::Tensor master, grad, exp_avg, exp_avg_sq;  // 1-d views; all but the master may be undefined
   };
   [[nodiscard]] std::vector<OwnedRange> owned(ParamId id) const;
 

@@ -9,6 +9,8 @@ namespace cram {
 std::vector<Bucket> cut_buckets(std::int64_t numel, const Partition& partition) {
   const std::int64_t unit = partition.alignment();
   CRAM_DCHECK(numel % unit == 0);
+  CRAM_CHECK(partition.rank >= 0 && partition.rank < partition.size, ExitCode::kOther, "rank ", partition.rank,
+             " owns no part of a partition of ", partition.size);
   const std::int64_t length = std::max(unit, partition.bucket_elements / unit * unit);
   std::vector<Bucket> buckets;
   for (std::int64_t begin = 0; begin < numel; begin += length) {

@@ -96,10 +96,15 @@ class Communicator {
   /// Ranks of the same `color` form a group, ordered by `key`, then by rank here. Collective.
   [[nodiscard]] std::unique_ptr<Communicator> split(int color, int key, const std::string& name);
 
+  /// False where an operation that was started keeps later ones of this group waiting until its peer is there (a GPU's
+  /// stream): then sends and receives that belong together must come in one exchange.
+  [[nodiscard]] virtual bool sends_in_background() const { return true; }
+
   [[nodiscard]] CommunicationTrace& trace() { return trace_; }
 
   /// What this rank waits for; shared by a group and all that were split off it.
   [[nodiscard]] PendingOperations& pending() const { return *pending_; }
+  [[nodiscard]] std::shared_ptr<const PendingOperations> shared_pending() const { return pending_; }
 
   /// Debugging: before every collective the ranks of the group compare what they are about to do, and a difference is
   /// Error(kPeerLost) naming both sides instead of a hang or a wrong sum. Costs a small all-gather each. Groups split
@@ -141,6 +146,9 @@ class Communicator {
 
 /// The group of this process alone: every operation is a copy or nothing.
 [[nodiscard]] std::unique_ptr<Communicator> make_self_communicator();
+
+/// A place in a group that does not exist: for planning what a rank would hold. Every operation is refused.
+[[nodiscard]] std::unique_ptr<Communicator> make_planned_communicator(int rank, int size, const std::string& name);
 
 /// `size` ranks that are threads of this process, one object each; for tests of multi-rank code. Reductions run in rank
 /// order. A rank that is destroyed while others wait for it makes their operations throw Error(kPeerLost).

@@ -18,14 +18,28 @@ int number_from(const char* name, int otherwise) {
 }  // namespace
 
 Launch detect_launch() {
-  Launch launch;
-  if (std::getenv("OMPI_COMM_WORLD_SIZE") != nullptr) {
-    launch.launcher = "mpirun";
-    launch.world_size = number_from("OMPI_COMM_WORLD_SIZE", 1);
-    launch.rank = number_from("OMPI_COMM_WORLD_RANK", 0);
-    launch.local_size = number_from("OMPI_COMM_WORLD_LOCAL_SIZE", 1);
+  struct Names {
+    const char *launcher, *size, *rank, *local_rank, *local_size;
+  };
+  // srun sets its own names inside every allocation, so mpirun's come first; SLURM_NTASKS alone (a batch script's) is no
+  // launcher, SLURM_STEP_NUM_TASKS is set for the tasks of a step.
+  constexpr Names kLaunchers[] = {
+      {"mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+       "OMPI_COMM_WORLD_LOCAL_SIZE"},
+      {"srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASKS_ON_THIS_NODE"},
+      {"PMI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+  };
+  for (const Names& names : kLaunchers) {
+    if (std::getenv(names.size) == nullptr || std::getenv(names.rank) == nullptr) continue;
+    Launch launch;
+    launch.launcher = names.launcher;
+    launch.world_size = number_from(names.size, 1);
+    launch.rank = number_from(names.rank, 0);
+    launch.local_rank = number_from(names.local_rank, 0);
+    launch.local_size = number_from(names.local_size, 1);
+    return launch;
   }
-  return launch;
+  return {};
 }
 
 int available_processors(bool widen) {

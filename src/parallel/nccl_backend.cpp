@@ -114,6 +114,8 @@ class NcclCommunicator final : public Communicator {
     share_pending(*control_);
   }
 
+  [[nodiscard]] bool sends_in_background() const override { return false; }
+
  protected:
   void check_tensor(const at::Tensor& tensor) const override {
     CRAM_CHECK(tensor.device() == device_, ExitCode::kUsage, "group ", name(), ": NCCL moves tensors on ",
@@ -155,6 +157,7 @@ class NcclCommunicator final : public Communicator {
 
   Work start_exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) override {
     std::vector<at::Tensor> tensors;
+    tensors.reserve(sends.size() + receives.size());
     for (const Message& message : sends) tensors.push_back(message.tensor);
     for (const Message& message : receives) tensors.push_back(message.tensor);
     return launch("exchange", tensors, [&](ncclComm_t comm) {
@@ -222,9 +225,9 @@ std::unique_ptr<Communicator> make_nccl_communicator(Communicator& control, at::
   CRAM_CHECK(version == NCCL_VERSION_CODE, ExitCode::kUsage, "NCCL ", version,
              " was loaded, this program was built for ", NCCL_VERSION_CODE,
              ": keep other libnccl.so.2 off LD_LIBRARY_PATH, or build again");
-  const int gpus = c10::cuda::device_count();
-  CRAM_CHECK(gpus > 0 && device.index() < gpus, ExitCode::kUsage, "NCCL on ", device.str(), ": this machine has ", gpus,
-             " usable GPUs");
+  const c10::DeviceIndex gpus = c10::cuda::device_count();
+  CRAM_CHECK(gpus > 0 && device.index() < gpus, ExitCode::kUsage, "NCCL on ", device.str(), ": this machine has ",
+             int{gpus}, " usable GPUs");
   const at::Device full(at::kCUDA, device.has_index() ? device.index() : c10::cuda::current_device());
   return std::make_unique<NcclCommunicator>(control.split(0, control.rank(), control.name()), full);
 }

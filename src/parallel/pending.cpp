@@ -1,5 +1,7 @@
 #include "parallel/pending.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 
 namespace cram {
@@ -18,6 +20,25 @@ PendingOperations::Scope::Scope(PendingOperations& all, const Operation& operati
 PendingOperations::Scope::~Scope() {
   const std::lock_guard lock(all_.mutex_);
   all_.entries_.pop_back();
+}
+
+void PendingOperations::step_finished(double seconds) {
+  constexpr std::size_t kKept = 31;
+  const std::lock_guard lock(mutex_);
+  if (steps_s_.size() < kKept) {
+    steps_s_.push_back(seconds);
+  } else {
+    steps_s_[next_step_++ % kKept] = seconds;
+  }
+}
+
+double PendingOperations::median_step_s() const {
+  const std::lock_guard lock(mutex_);
+  if (steps_s_.empty()) return 0;
+  std::vector<double> sorted = steps_s_;
+  const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
+  std::nth_element(sorted.begin(), middle, sorted.end());
+  return *middle;
 }
 
 std::string PendingOperations::context() const {

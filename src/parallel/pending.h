@@ -39,6 +39,11 @@ class PendingOperations {
   /// -1: none in particular.
   void set_micro_batch(std::int64_t micro_batch) { micro_batch_.store(micro_batch, std::memory_order_relaxed); }
 
+  /// Wall seconds of a finished step; what is normal to wait for depends on them.
+  void step_finished(double seconds);
+  /// Of the last 31 steps; 0 before the first.
+  [[nodiscard]] double median_step_s() const;
+
   /// An operation is pending while its scope lives.
   class Scope {
    public:
@@ -67,9 +72,26 @@ class PendingOperations {
   };
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;  // a stack: waits nest
+  std::vector<double> steps_s_;
+  std::size_t next_step_ = 0;
   std::atomic<Phase> phase_{Phase::kStarting};
   std::atomic<std::int64_t> step_{0};
   std::atomic<std::int64_t> micro_batch_{-1};
+};
+
+/// A phase as a scope; the one before comes back afterwards.
+class PhaseScope {
+ public:
+  PhaseScope(PendingOperations& pending, PendingOperations::Phase phase) : pending_(pending), before_(pending.phase()) {
+    pending_.set_phase(phase);
+  }
+  ~PhaseScope() { pending_.set_phase(before_); }
+  PhaseScope(const PhaseScope&) = delete;
+  PhaseScope& operator=(const PhaseScope&) = delete;
+
+ private:
+  PendingOperations& pending_;
+  PendingOperations::Phase before_;
 };
 
 }  // namespace cram

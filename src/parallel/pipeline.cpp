@@ -43,6 +43,10 @@ class Mail {
         put(key, receives.back().tensor);
       }
     }
+    if (!pipeline_.sends_in_background()) {
+      pipeline_.exchange_(sends, receives);
+      return;
+    }
     if (!sends.empty()) on_the_way_.push_back({pipeline_.exchange_async_(sends, {}), sends});
     while (!on_the_way_.empty() && on_the_way_.front().work.done()) finish_oldest();
     if (!receives.empty()) pipeline_.exchange_({}, receives);

@@ -9,12 +9,12 @@ namespace {
 
 double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+}  // namespace
+
 PlanKind plan_kind(const ParallelConfig& parallel) {
   if (parallel.virtual_stages > 1) return PlanKind::kInterleaved;
   return parallel.schedule == "gpipe" ? PlanKind::kGpipe : PlanKind::kOneForwardOneBackward;
 }
-
-}  // namespace
 
 GradSync make_grad_sync(const ParameterStore& store, const Mesh& mesh, bool overlap) {
   std::vector<GradSync::Buffer> buffers;
@@ -28,10 +28,10 @@ GradSync make_grad_sync(const ParameterStore& store, const Mesh& mesh, bool over
   return GradSync(std::move(buffers), mesh, overlap);
 }
 
-Placement make_placement(const Config& config, const Mesh& mesh) {
+Placement place_in(const Config& config, Communicator& tensor, Communicator& pipeline) {
   const ParallelConfig& parallel = config.parallel;
-  return {TensorRegion(mesh.tensor(), parallel.sequence_parallel), &mesh.pipeline(),
-          split_layers(config.model.layers, mesh.layout().pipeline * parallel.virtual_stages, parallel.split)};
+  return {TensorRegion(tensor, parallel.sequence_parallel), &pipeline,
+          split_layers(config.model.layers, pipeline.size() * parallel.virtual_stages, parallel.split)};
 }
 
 MicroSteps::MicroSteps(Encoder& encoder, ParameterStore& store, GradSync& sync, const Mesh& mesh, const Config& config,

@@ -71,7 +71,13 @@ class MicroSteps final : public PipelineStage {
 /// The gradient exchange over a store's buffers.
 [[nodiscard]] GradSync make_grad_sync(const ParameterStore& store, const Mesh& mesh, bool overlap);
 
-/// Where this rank's part of the model is, from the configuration.
-[[nodiscard]] Placement make_placement(const Config& config, const Mesh& mesh);
+/// Where a rank's part of the model is, from the configuration and its two groups.
+[[nodiscard]] Placement place_in(const Config& config, Communicator& tensor, Communicator& pipeline);
+[[nodiscard]] inline Placement make_placement(const Config& config, const Mesh& mesh) {
+  return place_in(config, mesh.tensor(), mesh.pipeline());
+}
+
+/// The order of computations that the configuration asks for.
+[[nodiscard]] PlanKind plan_kind(const ParallelConfig& parallel);
 
 }  // namespace cram

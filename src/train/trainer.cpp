@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "parallel/agreement.h"
+#include "train/replicas.h"
 #include "train/schedules.h"
 
 namespace cram {
@@ -51,20 +52,31 @@ Trainer::Trainer(TrainerParts parts)
 
 Summary Trainer::run() {
   if (progress_.attempt > 0) metrics_.event("started again", concat("after step ", progress_.step), progress_);
+  using Phase = PendingOperations::Phase;
+  PendingOperations& pending = parts_.mesh.world().pending();
+  pending.set_phase(Phase::kTraining);
   clock_.start(progress_.elapsed_s);
   while (const std::optional<StepPlan> plan = plan_step()) {
     const Progress before = progress_;
+    pending.set_step(progress_.step + 1);
     StepRecord record;
     if (!run_step(*plan, record)) continue;  // a signal: plan_step ends the run
     progress_.step += 1;
     progress_.consumed_samples += plan->batch_size;
     progress_.tokens += plan->batch_size * parts_.config.model.seq_length;
     progress_.elapsed_s = broadcast_value(parts_.mesh.world(), clock_.elapsed_s(progress_));
+    pending.step_finished(record.step_s);
     report(*plan, record, before);
+    check_sync();
     if (eval_every_.crossed(before, progress_)) evaluate();
     if (save_every_.crossed(before, progress_)) save_or_warn();
   }
   return finish();
+}
+
+void Trainer::check_sync() {
+  const std::int64_t every = parts_.config.parallel.check_sync;
+  if (every > 0 && progress_.step % every == 0) check_replicas(parts_.store, parts_.mesh, progress_.step);
 }
 
 bool Trainer::stop_requested() {
@@ -162,6 +174,7 @@ void Trainer::announce_epoch(std::int64_t consumed_before) const {
 }
 
 void Trainer::evaluate() {
+  const PhaseScope phase(parts_.mesh.world().pending(), PendingOperations::Phase::kEvaluating);
   clock_.pause();
   last_eval_ = parts_.evaluate();
   last_eval_step_ = progress_.step;
@@ -171,6 +184,7 @@ void Trainer::evaluate() {
 
 void Trainer::save() {
   if (last_saved_step_ == progress_.step) return;
+  const PhaseScope phase(parts_.mesh.world().pending(), PendingOperations::Phase::kSaving);
   parts_.checkpoint_info.progress = progress_;
   const double start_s = now_s();
   // Data ranks hold equal weights; the first of them writes, or each its part of what is shared out.
@@ -203,6 +217,7 @@ Summary Trainer::finish() {
   save();
   const bool ended = stop_reason_ == "budget" || stop_reason_ == "replay ends";
   if (ended && last_eval_step_ != progress_.step) {
+    const PhaseScope phase(parts_.mesh.world().pending(), PendingOperations::Phase::kEvaluating);
     last_eval_ = parts_.evaluate();
     metrics_.eval(*last_eval_, progress_);
   }

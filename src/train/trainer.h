@@ -54,6 +54,7 @@ class Trainer {
   /// All micro-steps of a batch and the update; false when a signal came, with the partial batch dropped.
   [[nodiscard]] bool run_step(const StepPlan& plan, StepRecord& record);
   void report(const StepPlan& plan, const StepRecord& record, const Progress& before);
+  void check_sync();
   void evaluate();
   void save();
   void save_or_warn();

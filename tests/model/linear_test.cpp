@@ -40,7 +40,7 @@ TEST_P(LinearTable, ForwardIsTheMaterialisedMatrix) {
   store.initialize(3);
   const at::Tensor x = random({kRows, kIn}, 1);
   EXPECT_EQ(layer->materialize().sizes(), (std::vector<std::int64_t>{kOut, kIn}));
-  EXPECT_LE(relative_error(layer->forward(x), at::mm(x, layer->materialize().t())), 1e-14);
+  EXPECT_LE(relative_error(layer->forward(x, nullptr), at::mm(x, layer->materialize().t())), 1e-14);
 }
 
 TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
@@ -49,7 +49,7 @@ TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
   store.allocate(Precision::kFp64, at::kCPU);
   store.initialize(3);
   const at::Tensor x = random({kRows, kIn}, 1), dy = random({kRows, kOut}, 2);
-  const auto value = [&] { return (layer->forward(x) * dy).sum().item<double>(); };
+  const auto value = [&] { return (layer->forward(x, nullptr) * dy).sum().item<double>(); };
   const auto difference = [&](const at::Tensor& flat, std::int64_t i) {
     constexpr double kStep = 1e-5;
     const double kept = flat[i].item<double>();
@@ -60,7 +60,9 @@ TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
     flat[i].fill_(kept);
     return (above - below) / (2 * kStep);
   };
-  const at::Tensor dx = layer->backward(dy, x);
+  Linear::Saved saved;
+  (void)layer->forward(x, &saved);
+  const at::Tensor dx = layer->backward(dy, saved);
   EXPECT_EQ(dx.sizes(), x.sizes());
   for (std::int64_t i = 0; i < x.numel(); i += 5) {
     EXPECT_NEAR(dx.reshape({-1})[i].item<double>(), difference(x.view({-1}), i), 1e-8);
@@ -74,7 +76,7 @@ TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
   }
   // A second call adds.
   const at::Tensor once = store.grad(0).clone();
-  (void)layer->backward(dy, x);
+  (void)layer->backward(dy, saved);
   EXPECT_LE(relative_error(store.grad(0), 2 * once), 1e-14);
 }
 

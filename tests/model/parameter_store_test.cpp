@@ -65,7 +65,6 @@ TEST(ModelConfig, RefusesWhatCannotBe) {
       {"model.ffn=0", [](ModelConfig& c) { c.ffn = 0; }},
       {"model.vocab_size=5", [](ModelConfig& c) { c.vocab_size = 5; }},
       {"model.seq_length=0", [](ModelConfig& c) { c.seq_length = 0; }},
-      {"model.dropout=0.1", [](ModelConfig& c) { c.dropout = 0.1; }},
   };
   EXPECT_NO_THROW(check_model_config(small_config()));
   for (const Bad& bad : cases) {

@@ -21,9 +21,21 @@ inline void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
 
+/// Where the suite makes its tensors; one for each rank, since ranks may be threads.
+inline thread_local at::Device suite_device = at::kCPU;
+
+inline at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type = at::kFloat) {
+  return at::empty(sizes, at::TensorOptions(type).device(suite_device));
+}
+inline at::Tensor full(at::IntArrayRef sizes, double value, at::ScalarType type = at::kFloat) {
+  return empty(sizes, type).fill_(value);
+}
+inline at::Tensor ones(at::IntArrayRef sizes, at::ScalarType type = at::kFloat) { return full(sizes, 1, type); }
+inline at::Tensor zeros(at::IntArrayRef sizes, at::ScalarType type = at::kFloat) { return full(sizes, 0, type); }
+
 /// Element i of rank r: small whole numbers, exact in bf16 up to sums over 8 ranks.
 inline at::Tensor numbered(std::int64_t count, int rank, at::ScalarType type) {
-  return at::arange(count, at::kLong).remainder(7).add(rank).to(type);
+  return at::arange(count, at::kLong).remainder(7).add(rank).to(suite_device, type);
 }
 
 inline at::Tensor sum_over_ranks(std::int64_t count, int size, at::ScalarType type) {
@@ -55,7 +67,7 @@ inline void check_all_reduce(Communicator& c) {
 inline void check_all_gather(Communicator& c) {
   for (const at::ScalarType type : kTypes) {
     for (const std::int64_t count : kCounts) {
-      const at::Tensor out = at::full({c.size() * count}, -1, type);
+      const at::Tensor out = full({c.size() * count}, -1, type);
       c.all_gather(out, numbered(count, c.rank(), type));
       for (int r = 0; r < c.size(); ++r)
         require_equal(out.narrow(0, r * count, count), numbered(count, r, type), "all_gather");
@@ -66,7 +78,7 @@ inline void check_all_gather(Communicator& c) {
 inline void check_reduce_scatter(Communicator& c) {
   for (const at::ScalarType type : kTypes) {
     for (const std::int64_t count : kCounts) {
-      const at::Tensor out = at::full({count}, -1, type);
+      const at::Tensor out = full({count}, -1, type);
       c.reduce_scatter(out, numbered(c.size() * count, c.rank(), type));
       require_equal(out, sum_over_ranks(c.size() * count, c.size(), type).narrow(0, c.rank() * count, count),
                     "reduce_scatter");
@@ -93,14 +105,14 @@ inline void check_exchange(Communicator& c) {
       std::vector<Message> sends, receives;
       for (int r = 0; r < c.size(); ++r) {
         sends.push_back({r, numbered(count, 10 * c.rank() + r, type)});
-        receives.push_back({r, at::full({count}, -1, type)});
+        receives.push_back({r, full({count}, -1, type)});
       }
       c.exchange_(sends, receives);
       for (int r = 0; r < c.size(); ++r) {
         require_equal(receives[static_cast<std::size_t>(r)].tensor, numbered(count, 10 * r + c.rank(), type),
                       "exchange_");
       }
-      const at::Tensor from_left = at::full({count}, -1, type);
+      const at::Tensor from_left = full({count}, -1, type);
       const int right = (c.rank() + 1) % c.size();
       const int left = (c.rank() + c.size() - 1) % c.size();
       c.exchange_({{right, numbered(count, c.rank(), type)}}, {{left, from_left}});
@@ -113,26 +125,26 @@ inline void check_exchange(Communicator& c) {
 inline void check_message_order(Communicator& c) {
   const int right = (c.rank() + 1) % c.size();
   const int left = (c.rank() + c.size() - 1) % c.size();
-  const at::Tensor first = at::full({4}, -1, at::kFloat), second = at::full({4}, -1, at::kFloat);
-  c.exchange_({{right, at::full({4}, 1.0F)}, {right, at::full({4}, 2.0F)}}, {{left, first}, {left, second}});
-  require_equal(first, at::full({4}, 1.0F), "first message");
-  require_equal(second, at::full({4}, 2.0F), "second message");
+  const at::Tensor first = full({4}, -1, at::kFloat), second = full({4}, -1, at::kFloat);
+  c.exchange_({{right, full({4}, 1.0F)}, {right, full({4}, 2.0F)}}, {{left, first}, {left, second}});
+  require_equal(first, full({4}, 1.0F), "first message");
+  require_equal(second, full({4}, 2.0F), "second message");
 }
 
 inline void check_send_recv(Communicator& c) {
   if (c.size() < 2) return;
-  const at::Tensor tensor = at::full({17}, static_cast<float>(c.rank()));
+  const at::Tensor tensor = full({17}, static_cast<float>(c.rank()));
   if (c.rank() == 0) c.send(tensor, c.size() - 1);
   if (c.rank() == c.size() - 1) {
     c.recv_(tensor, 0);
-    require_equal(tensor, at::zeros({17}), "recv_");
+    require_equal(tensor, zeros({17}), "recv_");
   }
 }
 
 /// Several operations in flight, waited for in another order.
 inline void check_asynchronous(Communicator& c) {
   const at::Tensor a = numbered(1000, c.rank(), at::kFloat), b = numbered(77, c.rank(), at::kFloat);
-  const at::Tensor gathered = at::full({c.size() * 5}, -1, at::kFloat);
+  const at::Tensor gathered = full({c.size() * 5}, -1, at::kFloat);
   const at::Tensor mine = numbered(5, c.rank(), at::kFloat);
   Work reduce_a = c.all_reduce_async_(a);
   Work gather = c.all_gather_async(gathered, mine);
@@ -153,11 +165,11 @@ inline void check_tags_and_background_sends(Communicator& c) {
   const int left = (c.rank() + c.size() - 1) % c.size();
   const at::Tensor big = numbered(100'000, c.rank(), at::kFloat);
   Work first = c.exchange_async_({{right, big, 7}}, {});
-  Work second = c.exchange_async_({{right, at::full({3}, 2.0F), 9}}, {});
-  const at::Tensor small = at::empty({3}), large = at::empty({100'000});
+  Work second = c.exchange_async_({{right, full({3}, 2.0F), 9}}, {});
+  const at::Tensor small = empty({3}), large = empty({100'000});
   c.exchange_({}, {{left, small, 9}});
   c.exchange_({}, {{left, large, 7}});
-  require_equal(small, at::full({3}, 2.0F), "the second message by its tag");
+  require_equal(small, full({3}, 2.0F), "the second message by its tag");
   require_equal(large, numbered(100'000, left, at::kFloat), "the first message by its tag");
   c.barrier();  // every receiver has its messages
   while (!first.done() || !second.done()) std::this_thread::yield();
@@ -168,7 +180,7 @@ inline void check_tags_and_background_sends(Communicator& c) {
 
 /// A rank's part may lie in the gathered tensor already.
 inline void check_gather_in_place(Communicator& c) {
-  const at::Tensor all = at::full({c.size() * 33}, -1, at::kFloat);
+  const at::Tensor all = full({c.size() * 33}, -1, at::kFloat);
   const at::Tensor mine = all.narrow(0, c.rank() * 33, 33);
   mine.copy_(numbered(33, c.rank(), at::kFloat));
   c.all_gather(all, mine);
@@ -182,15 +194,15 @@ inline void check_calls_compared(Communicator& c) {
   if (c.size() < 2) return;
   const std::unique_ptr<Communicator> checked = c.split(0, c.rank(), "checked");
   checked->check_calls(true);
-  const at::Tensor sum = at::ones({5});
+  const at::Tensor sum = ones({5});
   checked->all_reduce_(sum);
-  require_equal(sum, at::full({5}, static_cast<float>(c.size())), "equal calls");
+  require_equal(sum, full({5}, static_cast<float>(c.size())), "equal calls");
   std::string message;
   try {
     if (c.rank() == 1) {
       checked->barrier();
     } else {
-      checked->all_reduce_(at::ones({12}));
+      checked->all_reduce_(ones({12}));
     }
   } catch (const Error& error) {
     message = error.what();
@@ -208,11 +220,11 @@ inline void check_split(Communicator& c) {
   require(part->size() == members, "size of a part");
   require(part->rank() == members - 1 - c.rank() / 2, "rank by key");
   require(part->name() == (color == 0 ? "even" : "odd"), "name");
-  const at::Tensor sum = at::full({3}, static_cast<double>(c.rank()), at::kDouble);
+  const at::Tensor sum = full({3}, static_cast<double>(c.rank()), at::kDouble);
   part->all_reduce_(sum);
   double expected = 0;
   for (int r = color; r < c.size(); r += 2) expected += r;
-  require_equal(sum, at::full({3}, expected, at::kDouble), "sum inside a part");
+  require_equal(sum, full({3}, expected, at::kDouble), "sum inside a part");
   c.barrier();
 }
 
@@ -222,8 +234,9 @@ inline void check_same_bits(Communicator& c) {
   for (std::int64_t i = 0; i < values.numel(); ++i) {
     values.data_ptr<float>()[i] = static_cast<float>((i * 7919 + c.rank() * 104729) % 10007) / 317.0F;
   }
+  values = values.to(suite_device);
   c.all_reduce_(values);
-  const at::Tensor everybody = at::empty({c.size() * values.numel()}, at::kFloat);
+  const at::Tensor everybody = empty({c.size() * values.numel()}, at::kFloat);
   c.all_gather(everybody, values);
   for (int r = 0; r < c.size(); ++r) {
     require_equal(everybody.narrow(0, r * values.numel(), values.numel()), values,
@@ -235,9 +248,9 @@ inline void check_same_bits(Communicator& c) {
 inline void check_trace(Communicator& c) {
   c.trace().reset_bytes();
   const std::int64_t before = c.trace().operations();
-  c.all_reduce_(at::ones({100}, at::kFloat));
-  c.all_gather(at::empty({c.size() * 10}, at::kDouble), at::ones({10}, at::kDouble));
-  c.reduce_scatter(at::empty({6}, at::kBFloat16), at::ones({c.size() * 6}, at::kBFloat16));
+  c.all_reduce_(ones({100}, at::kFloat));
+  c.all_gather(empty({c.size() * 10}, at::kDouble), ones({10}, at::kDouble));
+  c.reduce_scatter(empty({6}, at::kBFloat16), ones({c.size() * 6}, at::kBFloat16));
   c.barrier();
   const double n = c.size();
   const auto& bytes = c.trace().bytes();
@@ -258,17 +271,16 @@ inline void check_refusals(Communicator& c) {
     }
     return false;
   };
-  require(refused([&] { c.all_reduce_(at::ones({4, 4}).t()); }), "a tensor that is not contiguous");
+  require(refused([&] { c.all_reduce_(ones({4, 4}).t()); }), "a tensor that is not contiguous");
   require(refused([&] { c.all_reduce_(at::Tensor()); }), "an undefined tensor");
-  require(refused([&] { c.all_gather(at::ones({c.size() * 3 + 1}), at::ones({3})); }), "a gather of the wrong size");
-  require(refused([&] { c.reduce_scatter(at::ones({3}), at::ones({c.size() * 3 + 1})); }),
-          "a scatter of the wrong size");
-  require(refused([&] { c.all_gather(at::ones({c.size()}), at::ones({1}, at::kDouble)); }), "two types");
-  require(refused([&] { c.send(at::ones({1}), c.size()); }), "an unknown peer");
-  require(refused([&] { c.broadcast_(at::ones({1}), -1); }), "an unknown root");
-  const at::Tensor sum = at::ones({2});
+  require(refused([&] { c.all_gather(ones({c.size() * 3 + 1}), ones({3})); }), "a gather of the wrong size");
+  require(refused([&] { c.reduce_scatter(ones({3}), ones({c.size() * 3 + 1})); }), "a scatter of the wrong size");
+  require(refused([&] { c.all_gather(ones({c.size()}), ones({1}, at::kDouble)); }), "two types");
+  require(refused([&] { c.send(ones({1}), c.size()); }), "an unknown peer");
+  require(refused([&] { c.broadcast_(ones({1}), -1); }), "an unknown root");
+  const at::Tensor sum = ones({2});
   c.all_reduce_(sum);
-  require_equal(sum, at::full({2}, static_cast<float>(c.size())), "still usable");
+  require_equal(sum, full({2}, static_cast<float>(c.size())), "still usable");
 }
 
 struct SuiteRow {

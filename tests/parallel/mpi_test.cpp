@@ -17,16 +17,24 @@ bool failed_anywhere(bool failed_here) {
 
 class Mpi : public testing::TestWithParam<SuiteRow> {};
 
-TEST_P(Mpi, PassesTheSuite) {
+void expect_passed(const SuiteRow& row, Communicator& group) {
   std::string message;
   try {
-    GetParam().check(*g_world);
+    row.check(group);
   } catch (const std::exception& error) {
     message = error.what();
   }
   EXPECT_EQ(message, "") << "rank " << g_world->rank();
   const bool anywhere = failed_anywhere(!message.empty());
   EXPECT_TRUE(!anywhere || !message.empty()) << "another rank failed";
+}
+
+TEST_P(Mpi, PassesTheSuite) { expect_passed(GetParam(), *g_world); }
+
+TEST_P(Mpi, PassesTheSuiteStaged) {
+  const std::unique_ptr<Communicator> staged =
+      make_staged_communicator(g_world->split(0, g_world->rank(), g_world->name()));
+  expect_passed(GetParam(), *staged);
 }
 
 INSTANTIATE_TEST_SUITE_P(Suite, Mpi, testing::ValuesIn(kSuite),

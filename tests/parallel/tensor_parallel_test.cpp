@@ -185,7 +185,7 @@ TEST(GradientNorm, CountsEveryParameterOnce) {
                       const ParamSpec& spec = model.store.spec(id);
                       model.store.grad(id).copy_(take_slice(at::ones(spec.global_shape, at::kDouble), spec));
                     }
-                    const double norm = Optimizer(model.store, {}, tensor).grad_norm();
+                    const double norm = Optimizer(model.store, {}, Mesh(tensor, Layout{.tensor = ranks})).grad_norm();
                     require(std::abs(norm - expected) < 1e-9 * expected, "norm " + std::to_string(norm));
                   }),
         std::to_string(ranks) + " ranks");

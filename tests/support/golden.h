@@ -10,6 +10,7 @@
 
 #include "base/safetensors.h"
 #include "model/encoder.h"
+#include "parallel/mesh.h"
 
 namespace cram::test {
 
@@ -64,6 +65,12 @@ inline ModelConfig model_of(std::int64_t layers, std::int64_t hidden, std::int64
 inline Communicator& self_group() {
   static const std::unique_ptr<Communicator> group = make_self_communicator();
   return *group;
+}
+
+/// One rank, for what wants a mesh.
+inline const Mesh& self_mesh() {
+  static const Mesh mesh(self_group(), Layout{});
+  return mesh;
 }
 
 /// A model with its store.

@@ -18,7 +18,7 @@ namespace {
 using test::Golden;
 using test::Model;
 using test::relative_error;
-using test::self_group;
+using test::self_mesh;
 
 template <class Real>
 struct State {
@@ -204,7 +204,7 @@ TEST(GradNorm, OfOnesIsTheRootOfTheParameterCount) {
     Model model(odd_config(), precision);
     ASSERT_GT(model.store.buffers()[0].numel, kOptimizerChunk);
     for (ParamId id = 0; id < model.store.size(); ++id) model.store.grad(id).fill_(1);
-    EXPECT_EQ(Optimizer(model.store, {}, self_group()).grad_norm(),
+    EXPECT_EQ(Optimizer(model.store, {}, self_mesh()).grad_norm(),
               std::sqrt(static_cast<double>(parameter_count(odd_config()))));
   }
 }
@@ -226,7 +226,7 @@ TEST(Optimizer, ThreadCountChangesNoBit) {
       at::set_num_threads(count);
       Model model(odd_config(), precision);
       fill_random_gradients(model);
-      Optimizer optimizer(model.store, {}, self_group());
+      Optimizer optimizer(model.store, {}, self_mesh());
       const double found = optimizer.grad_norm();
       optimizer.update(1, 1e-2, 0.01);
       if (norm < 0) {
@@ -245,7 +245,7 @@ TEST(Optimizer, SeesNonFiniteGradients) {
     Model model(odd_config(), Precision::kFp32);
     fill_random_gradients(model);
     model.store.grad(model.store.size() - 1)[3].fill_(bad);
-    EXPECT_FALSE(std::isfinite(Optimizer(model.store, {}, self_group()).grad_norm()));
+    EXPECT_FALSE(std::isfinite(Optimizer(model.store, {}, self_mesh()).grad_norm()));
   }
 }
 
@@ -256,7 +256,7 @@ TEST(Optimizer, DecaysMatricesAndThePositionScaleOnly) {
     model.store.master(id).add_(3);
     before.push_back(model.store.master(id).clone());
   }
-  Optimizer(model.store, {.weight_decay = 0.5}, self_group()).update(1, 0.1, 1);  // gradients are zero
+  Optimizer(model.store, {.weight_decay = 0.5}, self_mesh()).update(1, 0.1, 1);  // gradients are zero
   for (ParamId id = 0; id < model.store.size(); ++id) {
     const std::string& name = model.store.spec(id).name;
     const double factor = name.find("norm") != std::string::npos ? 1 : 0.95;
@@ -266,7 +266,7 @@ TEST(Optimizer, DecaysMatricesAndThePositionScaleOnly) {
 
 TEST(Optimizer, ClearsGradientsKeepsPaddingZeroAndRefreshesWorkingWeights) {
   Model model(odd_config(), Precision::kBf16);
-  Optimizer optimizer(model.store, {}, self_group());
+  Optimizer optimizer(model.store, {}, self_mesh());
   for (int step = 1; step <= 3; ++step) {
     fill_random_gradients(model);
     optimizer.update(step, 1e-2, 1);
@@ -285,7 +285,7 @@ TEST(GoldenRun, TenStepsAgree) {
   const Golden golden("two_layers");
   Model model(golden.config, Precision::kFp64);
   model.load(golden);
-  Optimizer optimizer(model.store, {}, self_group());
+  Optimizer optimizer(model.store, {}, self_mesh());
   int clipped = 0;
   for (int step = 1; step <= 10; ++step) {
     const std::string prefix = concat("step.", step, ".");
@@ -317,7 +317,7 @@ TEST(GoldenRun, Fp32AndBf16FollowIt) {
   for (const Precision precision : {Precision::kFp32, Precision::kBf16}) {
     Model model(golden.config, precision);
     model.load(golden);
-    Optimizer optimizer(model.store, {}, self_group());
+    Optimizer optimizer(model.store, {}, self_mesh());
     const double limit = precision == Precision::kFp32 ? 1e-5 : 2e-2;
     for (int step = 1; step <= 10; ++step) {
       const std::string prefix = concat("step.", step, ".");

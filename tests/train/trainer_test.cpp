@@ -7,6 +7,7 @@
 
 #include "data/data_support.h"
 #include "eval/mlm.h"
+#include "parallel/communicator_suite.h"
 #include "parallel/grad_sync.h"
 #include "support/golden.h"
 #include "support/thread_ranks.h"
@@ -40,7 +41,7 @@ TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
     config.train.budget = {1, "h"};
     config.train.batch_size = config.train.batch_quantum = 8;
     config.train.micro_batch_size = 4;
-    resolve_train_config(config, 2);
+    resolve_train_config(config, mesh.layout());
     Model model(config.model, Precision::kFp32);
     const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
     Trainer trainer(
@@ -55,16 +56,71 @@ TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
   EXPECT_TRUE(masters[0].equal(masters[1]));
 }
 
-// Larger than one bucket, with a last one that is not full, and a small second buffer.
-TEST(ReduceGradients, EveryElementOfEveryBufferIsSummed) {
-  const auto messages = run_ranks(2, [](Communicator& world) {
-    std::vector<at::Tensor> flat;
-    for (const std::int64_t count : {2 * kBucketElements + 3, std::int64_t{64}})
-      flat.push_back(at::full({count}, world.rank() + 1, at::kFloat));
-    reduce_gradients(world, flat);
-    for (const at::Tensor& sum : flat) EXPECT_TRUE(sum.eq(3).all().item<bool>()) << sum.numel();
-  });
-  EXPECT_EQ(messages, std::vector<std::string>(2));
+// Several buckets, a last one that is not full, a small second buffer, padding between parameters; shared out or not;
+// complete early, late or in part.
+TEST(GradSync, EveryElementOfEveryBufferIsSummed) {
+  for (const int ranks : {1, 2, 3}) {
+    for (const bool shared_out : {false, true}) {
+      for (const bool overlap : {false, true}) {
+        const auto messages = run_ranks(ranks, [&](Communicator& world) {
+          const Mesh mesh(world, Layout{.data = ranks});
+          const Partition partition{shared_out ? world.rank() : 0, shared_out ? ranks : 1, 1000};
+          std::vector<GradSync::Buffer> buffers;
+          for (const std::int64_t units : {17, 1}) {
+            const std::int64_t count = units * partition.alignment();
+            GradSync::Buffer b;
+            b.grad = at::arange(count, at::kDouble) + world.rank();
+            b.owned = shared_out && ranks > 1 ? at::zeros({count / ranks}, at::kDouble) : b.grad;
+            b.buckets = cut_buckets(count, partition);
+            b.parameters = {{0, count / 2}, {count / 2 + 3, count}};
+            buffers.push_back(b);
+          }
+          GradSync sync(buffers, mesh, overlap);
+          for (int batch = 0; batch < 2; ++batch) {
+            for (const GradSync::Buffer& b : buffers)
+              b.grad.copy_(at::arange(b.grad.numel(), at::kDouble) + world.rank());
+            sync.ready(0, buffers[0].parameters[1]);
+            sync.poll();
+            if (batch == 0) sync.ready(0, buffers[0].parameters[0]);
+            sync.finish();
+            for (const GradSync::Buffer& b : buffers) {
+              const at::Tensor expected = at::arange(b.grad.numel(), at::kDouble) * ranks + ranks * (ranks - 1) / 2;
+              for (const Bucket& bucket : b.buckets) {
+                test::require(at::equal(b.owned.narrow(0, bucket.at, bucket.owned()),
+                                        expected.slice(0, bucket.own_begin, bucket.own_end)),
+                              "bucket");
+              }
+            }
+            const GradSync::Times times = sync.take_times();
+            test::require((times.started_early > 0) == overlap, "started early");
+          }
+        });
+        EXPECT_EQ(messages, std::vector<std::string>(static_cast<std::size_t>(ranks)));
+      }
+    }
+  }
+}
+
+TEST(Buckets, CoverEveryElementOnceForEveryNumberOfRanks) {
+  for (const int size : {1, 2, 3, 5, 8}) {
+    for (const std::int64_t units : {0, 1, 7, 100}) {
+      for (const std::int64_t elements : {1, 64, 1000, 1 << 22}) {
+        std::int64_t covered = 0;
+        for (int rank = 0; rank < size; ++rank) {
+          const Partition partition{rank, size, elements};
+          std::int64_t at = 0;
+          for (const Bucket& bucket : cut_buckets(units * partition.alignment(), partition)) {
+            EXPECT_EQ(bucket.at, at);
+            EXPECT_EQ(bucket.numel(), bucket.owned() * size);
+            EXPECT_EQ(bucket.own_begin, bucket.begin + bucket.owned() * rank);
+            at += bucket.owned();
+          }
+          covered += at;
+        }
+        EXPECT_EQ(covered, units * 64 * size);
+      }
+    }
+  }
 }
 
 // Logits are 8 for token 7 and 0 for the others, whatever the input; the last two of seven rows are token 9 throughout.
@@ -82,7 +138,8 @@ TEST(EvaluateMlm, LossAndAccuracyByHandForEveryNumberOfRanks) {
       model.store.master(model.store.find("encoder.embedding.word_embedding.weight"))[7].fill_(1);
       ShardSet shards = ShardSet::open(folder.path(), "validation");
       const EvalRecord record =
-          evaluate_mlm(model.encoder, at::kCPU, shards, {.rows = 100, .micro_batch = 2, .mask_rate = 0.25}, world);
+          evaluate_mlm(model.encoder, at::kCPU, shards, {.rows = 100, .micro_batch = 2, .mask_rate = 0.25},
+                       Mesh(world, Layout{.data = ranks}));
       EXPECT_EQ(record.masked, 14);
       EXPECT_DOUBLE_EQ(record.accuracy, 10.0 / 14);
       EXPECT_NEAR(record.loss, std::log(std::exp(8.0) + 20) - 8 * 10.0 / 14, 1e-12);

@@ -1,0 +1,95 @@
+#include "parallel/watchdog.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include "base/check.h"
+#include "base/log.h"
+
+namespace cram {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::milliseconds;
+
+constexpr auto kLook = milliseconds(50);
+constexpr double kEndingWait_s = 0.2;     // shorter waits are ordinary
+constexpr auto kRollCall = milliseconds(1500);  // other ranks got stuck at almost the same time
+constexpr double kMedianSteps = 5;
+
+std::string roll_call_name(int rank) { return concat("stuck-rank-", rank); }
+
+}  // namespace
+
+Watchdog::Watchdog(std::shared_ptr<const PendingOperations> pending, WatchdogSettings settings)
+    : pending_(std::move(pending)), settings_(std::move(settings)), thread_([this] { watch(); }) {}
+
+Watchdog::~Watchdog() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  stopping_.notify_all();
+  thread_.join();
+}
+
+double Watchdog::limit_s() const {
+  const double steps_s = kMedianSteps * pending_->median_step_s();
+  if (pending_->phase() == PendingOperations::Phase::kTraining) return std::max(settings_.timeout_s, steps_s);
+  return std::max({settings_.timeout_s, settings_.quiet_timeout_s, steps_s});
+}
+
+void Watchdog::watch() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_.wait_for(lock, kLook, [&] { return stop_; })) {
+    const PendingOperations::Waiting waiting = pending_->now();
+    if (!waiting.any) continue;
+    if (waiting.since_s > limit_s()) {
+      lock.unlock();  // whoever destroys this waits for the end of the report
+      report_and_leave(waiting);
+      return;
+    }
+    if (!said_ending_ && waiting.since_s > kEndingWait_s && settings_.ending && settings_.ending()) {
+      said_ending_ = true;
+      log_error("the job is being ended while this rank waits: ", waiting.text);
+    }
+  }
+}
+
+void Watchdog::report_and_leave(const PendingOperations::Waiting& waiting) {
+  std::string report = concat("no answer for ", static_cast<std::int64_t>(waiting.since_s), " s: ", waiting.text);
+  log_error(report);
+  report += roll_call(report);
+  if (settings_.give_up) {
+    settings_.give_up(report);
+    return;
+  }
+  std::_Exit(static_cast<int>(ExitCode::kPeerLost));
+}
+
+std::string Watchdog::roll_call(const std::string& report) const {
+  if (settings_.roll_call_folder.empty()) return "";
+  const fs::path folder(settings_.roll_call_folder);
+  const fs::path mine = folder / roll_call_name(settings_.rank);
+  std::ofstream(mine) << report << "\n";
+  std::this_thread::sleep_for(kRollCall);
+  std::string missing;
+  std::error_code error;
+  for (int rank = 0; rank < settings_.world_size; ++rank) {
+    if (!fs::exists(folder / roll_call_name(rank), error)) missing += concat(missing.empty() ? "" : ", ", rank);
+  }
+  const std::string result =
+      missing.empty() ? "" : concat("; every rank but ", missing, " reports being stuck: look there");
+  if (!result.empty()) log_error("rank ", settings_.rank, result);
+  return result;  // the file stays for the others to see; the next start removes it
+}
+
+void clear_roll_call(const std::string& folder, int world_size) {
+  std::error_code error;
+  for (int rank = 0; rank < world_size; ++rank) fs::remove(fs::path(folder) / roll_call_name(rank), error);
+}
+
+}  // namespace cram

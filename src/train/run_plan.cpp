@@ -1,0 +1,162 @@
+#include "train/run_plan.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "base/check.h"
+#include "model/encoder.h"
+#include "parallel/pipeline_plan.h"
+#include "train/metrics.h"
+#include "train/micro_steps.h"
+
+namespace cram {
+namespace {
+
+// A rank's part of the model with tensors that have sizes but no memory.
+struct PlannedRank {
+  std::unique_ptr<Communicator> tensor, pipeline;
+  ParameterStore store;
+  std::unique_ptr<Encoder> encoder;
+
+  PlannedRank(const Config& config, const Layout& layout, int pp_rank)
+      : tensor(make_planned_communicator(0, layout.tensor, "tensor")),
+        pipeline(make_planned_communicator(pp_rank, layout.pipeline, "pipeline")) {
+    encoder = std::make_unique<Encoder>(config.model, store, place_in(config, *tensor, *pipeline));
+    store.allocate(parse_precision(config.train.precision), at::Device(at::kMeta), true,
+                   {0, config.parallel.zero > 0 ? layout.data : 1});
+  }
+};
+
+// Elements a token keeps in one layer: see the layers' Saved structures.
+double kept_per_token(const Config& config, const Layout& layout) {
+  const ModelConfig& m = config.model;
+  const auto h = static_cast<double>(m.hidden), f = static_cast<double>(m.ffn), t = static_cast<double>(layout.tensor);
+  const double outside = config.parallel.sequence_parallel ? h / t : h;  // rows that tensor ranks may share out
+  if (m.recompute == "layer") return outside;
+  const double probabilities = static_cast<double>(m.heads * m.seq_length) / t;
+  // The inputs of both norms, what they feed (gathered), q, k, v and context, the FFN's two intermediates.
+  return 2 * outside + 2 * h + 4 * h / t + 1.5 * f / t + (m.recompute == "selective" ? 0 : probabilities);
+}
+
+double stage_flops(const std::vector<BlockRange>& blocks, const ModelConfig& m, double tokens, double masked) {
+  ModelConfig one = m;
+  one.layers = 1;
+  const double head = 3 * 2 * static_cast<double>(m.hidden) * static_cast<double>(m.vocab_size) * masked;
+  double flops = 0;
+  for (const BlockRange& block : blocks) {
+    flops += static_cast<double>(block.layers()) * train_flops_per_token(one, 0) * tokens + (block.head ? head : 0);
+  }
+  return flops;
+}
+
+Traffic plan_traffic(const Config& config, const Layout& layout, const std::vector<std::unique_ptr<PlannedRank>>& ranks,
+                     double tokens, double masked) {
+  const ModelConfig& m = config.model;
+  const Precision precision = parse_precision(config.train.precision);
+  const auto working = static_cast<double>(c10::elementSize(working_type(precision)));
+  const auto master = static_cast<double>(c10::elementSize(master_type(precision)));
+  const double t = layout.tensor, d = layout.data, h = static_cast<double>(m.hidden);
+  const double blocks = layout.pipeline * static_cast<double>(config.parallel.virtual_stages);
+  const bool shared_rows = config.parallel.sequence_parallel;
+  Traffic traffic;
+  // Of one all-reduce of all tokens' rows, which is also a reduce-scatter and an all-gather: 2(t-1)/t a rank, t ranks.
+  const double row_sum = 2 * (t - 1) * tokens * h * working;
+  const double layer_sums = m.recompute == "layer" ? 6 : 4;
+  traffic.tensor = static_cast<double>(m.layers) * layer_sums * row_sum + row_sum;
+  traffic.tensor += 2 * (t - 1) * masked * h * working;  // input gradient of the decoder
+  // Each rank gathers two values a position, in fp32 at least.
+  traffic.tensor += t * 2 * (t - 1) * masked * (precision == Precision::kFp64 ? 8 : 4);
+  if (shared_rows) traffic.tensor += row_sum / 2;  // all rows, for picking the masked ones
+  traffic.pipeline = 2 * (blocks - 1) * tokens * h * working * (shared_rows ? 1 : t);
+  if (layout.pipeline == 1) traffic.pipeline = 0;
+  for (const std::unique_ptr<PlannedRank>& rank : ranks) {
+    for (const FlatBuffers& b : rank->store.buffers()) {
+      const double gradients = static_cast<double>(b.numel) * master;
+      const double weights = static_cast<double>(b.working.nbytes());
+      if (b.partial) traffic.tensor += d * 2 * (t - 1) * gradients;
+      if (b.tied) traffic.tied += d * t * gradients;
+      traffic.data += t * (d - 1) * (config.parallel.zero > 0 ? gradients + weights : 2 * gradients);
+    }
+  }
+  return traffic;
+}
+
+std::string bytes_text(double bytes) { return format_count(bytes) + "B"; }
+
+}  // namespace
+
+RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t batch_size, std::int64_t masked_per_row,
+                    std::int64_t masked) {
+  const ModelConfig& m = config.model;
+  RunPlanned plan;
+  plan.batch_size = batch_size;
+  plan.micro_batches = batch_size / (config.train.micro_batch_size * layout.data);
+  const double tokens = static_cast<double>(batch_size * m.seq_length);
+  const auto masked_tokens = static_cast<double>(masked > 0 ? masked : batch_size * masked_per_row);
+  const PlanShape shape{layout.pipeline, static_cast<int>(config.parallel.virtual_stages),
+                        static_cast<int>(plan.micro_batches)};
+  const SimulationResult simulated =
+      simulate(make_pipeline_plan(plan_kind(config.parallel), shape), shape, /*forward_s=*/1, /*backward_s=*/2);
+  plan.bubble = simulated.bubble(3.0 * shape.micro_batches * shape.virtual_stages);
+  std::vector<std::unique_ptr<PlannedRank>> ranks;
+  for (int stage = 0; stage < layout.pipeline; ++stage) {
+    ranks.push_back(std::make_unique<PlannedRank>(config, layout, stage));
+    const PlannedRank& rank = *ranks.back();
+    StagePlanned planned;
+    for (int b = stage; b < rank.encoder->blocks(); b += layout.pipeline) {
+      planned.blocks.push_back(rank.encoder->ranges()[static_cast<std::size_t>(b)]);
+    }
+    for (ParamId id = 0; id < rank.store.size(); ++id) planned.parameters += rank.store.local_numel(id);
+    for (const FlatBuffers& b : rank.store.buffers()) {
+      planned.weight_bytes += static_cast<double>(b.working.nbytes());
+      planned.gradient_bytes += static_cast<double>(b.grad.nbytes() + (b.owns_all() ? 0 : b.owned_grad.nbytes()));
+      planned.state_bytes += static_cast<double>(b.exp_avg.nbytes() + b.exp_avg_sq.nbytes() +
+                                                 (b.master.is_same(b.working) ? 0 : b.master.nbytes()));
+    }
+    // One stage runs micro-batch after micro-batch.
+    planned.most_in_flight = layout.pipeline == 1 ? 1 : simulated.most_in_flight[static_cast<std::size_t>(stage)];
+    double layers = 0;
+    for (const BlockRange& block : planned.blocks) layers += static_cast<double>(block.layers());
+    const auto working = static_cast<double>(c10::elementSize(working_type(parse_precision(config.train.precision))));
+    planned.activation_bytes = planned.most_in_flight * layers / static_cast<double>(planned.blocks.size()) *
+                               kept_per_token(config, layout) * working *
+                               static_cast<double>(config.train.micro_batch_size * m.seq_length);
+    planned.flops_per_step = stage_flops(planned.blocks, m, tokens, masked_tokens) / (layout.data * layout.tensor);
+    plan.stages.push_back(std::move(planned));
+  }
+  plan.traffic = plan_traffic(config, layout, ranks, tokens, masked_tokens);
+  return plan;
+}
+
+std::string describe_plan(const RunPlanned& plan, const Config& config, const Layout& layout) {
+  std::string text = concat("layout ", layout.text(), ": ", layout.world_size(), " ranks = ", layout.pipeline,
+                            " stages x ", layout.data, " data x ", layout.tensor, " tensor; rank = tp + ",
+                            layout.tensor, " x (dp + ", layout.data, " x pp)");
+  const auto ranks_text = [&](Axis axis) {
+    std::string ranks;
+    for (const int rank : group_ranks(layout, axis, 0)) ranks += concat(ranks.empty() ? "" : " ", rank);
+    return ranks;
+  };
+  text += concat("\ngroups of rank 0: tensor {", ranks_text(Axis::kTensor), "}, data {", ranks_text(Axis::kData),
+                 "}, pipeline {", ranks_text(Axis::kPipeline), "}");
+  for (std::size_t s = 0; s < plan.stages.size(); ++s) {
+    const StagePlanned& stage = plan.stages[s];
+    std::string blocks;
+    for (const BlockRange& block : stage.blocks) blocks += concat(blocks.empty() ? "" : " | ", block.text());
+    text += concat("\nstage ", s, ": ", blocks, ": ", format_grouped(stage.parameters), " parameters a rank; weights ",
+                   bytes_text(stage.weight_bytes), ", gradients ", bytes_text(stage.gradient_bytes), ", state ",
+                   bytes_text(stage.state_bytes), ", activations about ", bytes_text(stage.activation_bytes), " (",
+                   stage.most_in_flight, " in flight); ", format_count(stage.flops_per_step), "FLOP a step and rank");
+  }
+  text += concat("\na step: ", plan.batch_size, " rows in ", plan.micro_batches, " micro-batches of ",
+                 config.train.micro_batch_size, " a data rank; bubble ", format_double(plan.bubble),
+                 " of the ideal time (", format_double(plan.bubble / (1 + plan.bubble)), " of the whole)");
+  const Traffic& t = plan.traffic;
+  return text + concat("\nsent a step by all ranks: ", bytes_text(t.total()), " (tensor ", bytes_text(t.tensor),
+                       ", pipeline ", bytes_text(t.pipeline), ", data ", bytes_text(t.data), ", tied embedding ",
+                       bytes_text(t.tied), ")");
+}
+
+}  // namespace cram

@@ -1,0 +1,57 @@
+// What a run in a layout will need, before anything is allocated: parameters, bytes, FLOPs, activations, communication
+// and bubble. The figures of --dry-run, and the formulas that tests hold the measured traffic against.
+//
+// Formulas: Narayanan et al. 2021 (sections 2 and 3), Korthikanti et al. 2022 (section 4), for this encoder's own
+// shapes.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "model/stage_split.h"
+#include "parallel/mesh.h"
+#include "train/train_config.h"
+
+namespace cram {
+
+/// Bytes that all ranks together send in one step, counted as CommunicationTrace counts them.
+struct Traffic {
+  double tensor = 0;    ///< two sums forward and two backward a layer, embedding, head, loss, gradients of shared rows
+  double pipeline = 0;  ///< activations and their gradients between stages
+  double data = 0;      ///< gradients, and weights under ZeRO
+  double tied = 0;      ///< gradient of the embedding that two stages hold
+
+  [[nodiscard]] double total() const { return tensor + pipeline + data + tied; }
+};
+
+/// A stage's share; tensor rank 0, data rank 0.
+struct StagePlanned {
+  std::vector<BlockRange> blocks;
+  std::int64_t parameters = 0;  ///< elements a rank holds
+  double weight_bytes = 0;      ///< working copies
+  double gradient_bytes = 0;
+  double state_bytes = 0;       ///< masters that are no working copy, and moments
+  double activation_bytes = 0;  ///< kept for the backward pass at the schedule's peak; an estimate
+  double flops_per_step = 0;    ///< matrix products, forward and backward
+  int most_in_flight = 0;       ///< micro-batches (of a block) whose backward pass is still to come
+};
+
+struct RunPlanned {
+  std::vector<StagePlanned> stages;
+  std::int64_t micro_batches = 0;  ///< a batch and data rank
+  std::int64_t batch_size = 0;     ///< rows
+  double bubble = 0;               ///< fraction of the ideal time, by simulation with a backward twice a forward
+  Traffic traffic;
+};
+
+/// For a batch of `batch_size` rows with `masked` masked tokens in all (0 = masked_per_row in every row). `config` is
+/// resolved (precision included) and fits `layout`.
+[[nodiscard]] RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t batch_size,
+                                  std::int64_t masked_per_row, std::int64_t masked = 0);
+
+/// Lines for a person: groups, then one line a stage, bubble and traffic.
+[[nodiscard]] std::string describe_plan(const RunPlanned& plan, const Config& config, const Layout& layout);
+
+}  // namespace cram
