@@ -7,6 +7,7 @@
 #include "apps/train_session.h"
 #include "base/check.h"
 #include "base/log.h"
+#include "base/options.h"
 #include "base/version.h"
 #include "parallel/mpi_environment.h"
 #include "train/signals.h"
@@ -18,7 +19,9 @@ int run(int argc, char** argv) {
                             {{"config", "TOML file with options", true},
                              {"fresh", "start at step 0 although the run folder has checkpoints; the old run is kept"},
                              {"force", "resume although settings changed, or extend a finished run"},
-                             {"dry-run", "print the resolved run and stop"},
+                             {"dry-run", "print the resolved run, its layout and what it needs, and stop"},
+                             {"ranks", "with --dry-run: plan for N ranks, whatever is running now", true},
+                             {"check-sync", "the same as parallel.check_sync=N", true},
                              {"print-config", "print every option with its value as TOML and stop"},
                              {"verify", "check the shards and the run's checkpoints byte by byte and stop"}},
                             argc, argv);
@@ -38,7 +41,13 @@ int run(int argc, char** argv) {
     return 0;
   }
   if (command.has("config")) options.load_toml_file(command.value("config"));
+  if (command.has("check-sync")) options.apply_override("parallel.check_sync=" + command.value("check-sync"));
   for (const std::string& assignment : command.arguments()) options.apply_override(assignment);
+  CRAM_CHECK(!command.has("ranks") || command.has("dry-run"), cram::ExitCode::kUsage,
+             "--ranks only plans: add --dry-run, or start that many ranks with mpirun -n ", command.value("ranks"));
+  const std::int64_t planned = command.has("ranks") ? cram::parse_integer(command.value("ranks"), "--ranks") : 0;
+  CRAM_CHECK(!command.has("ranks") || (planned >= 1 && planned <= 1'000'000), cram::ExitCode::kUsage, "--ranks ",
+             planned, ": expected 1 to 1000000");
 
   if (command.has("print-config")) {
     std::fputs(options.dump_toml(true).c_str(), stdout);
@@ -50,7 +59,7 @@ int run(int argc, char** argv) {
   const cram::Launch launch = cram::detect_launch();
   cram::configure_log({.rank = launch.rank, .world_size = launch.world_size});
   const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"),
-                                   command.has("verify")};
+                                   command.has("verify"), static_cast<int>(planned)};
   const cram::MpiEnvironment mpi(launch, &argc, &argv);
   // Inside the scope of MPI: a rank that fails must end the job before it would wait for the others in MPI_Finalize.
   return cram::guarded_main(
@@ -58,6 +67,10 @@ int run(int argc, char** argv) {
       [&] {
         const std::unique_ptr<cram::Communicator> world =
             launch.world_size > 1 ? cram::make_mpi_communicator() : cram::make_self_communicator();
+        CRAM_CHECK(world->size() == launch.world_size, cram::ExitCode::kUsage, launch.launcher, " started ",
+                   launch.world_size, " ranks, but MPI sees ", world->size(),
+                   ": they do not know each other; with srun use --mpi=pmix, otherwise mpirun of the MPI that this "
+                   "program was built with");
         return cram::run_training(config, options, request, launch, *world, signals);
       },
       [&](int exit_code) {

@@ -3,153 +3,44 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
+#include <csignal>
 #include <filesystem>
+#include <map>
+#include <sstream>
 
+#include "apps/train_report.h"
 #include "base/log.h"
 #include "base/version.h"
-#include "data/tokenizer.h"
-#include "eval/fill_mask.h"
 #include "eval/mlm.h"
 #include "parallel/agreement.h"
 #include "parallel/mesh.h"
-#include "parallel/mpi_environment.h"
-#include "train/device.h"
-#include "train/schedules.h"
+#include "parallel/watchdog.h"
+#include "train/run_plan.h"
 #include "train/trainer.h"
 
 namespace cram {
 namespace {
 
-// Shown at every evaluation; three so that one odd word does not mislead.
-constexpr const char* kSentences[] = {"the president of the united [MASK] .", "she was very [MASK] to see him .",
-                                      "the people of the [MASK] want peace ."};
-
-// Reading the whole train split for a baseline is fine for a small corpus and a waste for a large one.
-constexpr std::int64_t kLargestBaselineTokens = 1LL << 28;
-
-struct Data {
-  std::shared_ptr<ShardSet> train;
-  std::shared_ptr<ShardSet> validation;
-};
-
 // A value the shards decide: taken from them when left out, refused when it differs.
-void settle(std::int64_t& value, std::int64_t from_shards, const char* key, const Data& data) {
+void settle(std::int64_t& value, std::int64_t from_shards, const char* key, const TrainData& data) {
   if (value == 0) value = from_shards;
   CRAM_CHECK(value == from_shards, ExitCode::kUsage, key, "=", value, ", but ", data.train->folder(), " has ",
              from_shards, " (tokenizer digest ", data.train->tokenizer_digest(), "); leave ", key,
              " out or prepare the data anew");
 }
 
-Data open_data(Config& config, bool verify_all) {
+TrainData open_data(Config& config, bool verify_all) {
   CRAM_CHECK(!config.data.shards.empty(), ExitCode::kUsage,
              "data.shards is empty; name a folder made by cram_data pack");
   ShardSetOptions options;
   options.verify_all = verify_all || config.data.verify == "full";
   options.skip_bad_shards = config.data.on_bad_shard == "skip";
-  Data data;
+  TrainData data;
   data.train = std::make_shared<ShardSet>(ShardSet::open(config.data.shards, "train", options));
   data.validation = std::make_shared<ShardSet>(ShardSet::open(config.data.shards, "validation", options));
   settle(config.model.vocab_size, data.train->vocab_size(), "model.vocab_size", data);
   settle(config.model.seq_length, data.train->seq_length(), "model.seq_length", data);
   return data;
-}
-
-std::int64_t masked_in_row(const Config& config) {
-  return masked_per_row({.seed = 0,
-                         .vocab_size = config.model.vocab_size,
-                         .seq_length = config.model.seq_length,
-                         .mask_rate = config.train.mask_rate});
-}
-
-void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
-                 const Mesh& mesh, const Data& data) {
-  say(choice.reason);
-  if (mesh.world().size() > 1) say("ranks: ", mesh.world().size(), ", layout ", mesh.layout().text());
-  say("cram ", version(), " (", build_description(), "; ", mpi_version(), "; started by ", launch.launcher, ")");
-  std::string section, line;
-  for (const Option& row : options.rows()) {
-    const std::size_t dot = row.key().find('.');
-    if (row.key().substr(0, dot) != section) {
-      if (!line.empty()) say(line);
-      section = row.key().substr(0, dot);
-      line = "[" + section + "]";
-    }
-    line += " " + row.key().substr(dot + 1) + "=" + row.toml_text();
-  }
-  say(line);
-  const ModelConfig& m = config.model;
-  say("model: ", format_grouped(parameter_count(m)), " parameters, ",
-      format_count(train_flops_per_token(m, masked_in_row(config))), "FLOP a trained token");
-  const std::int64_t rows = data.train->rows();
-  say("data: ", config.data.shards, ": ", format_grouped(rows), " rows x ", m.seq_length, " tokens (",
-      format_count(static_cast<double>(rows * m.seq_length)), "), ", format_grouped(data.validation->rows()),
-      " held-out rows, vocabulary ", format_grouped(m.vocab_size), ", order ", data.train->order());
-  const Quantity& budget = config.train.budget;
-  double tokens = budget.unit == "tokens" ? budget.value : 0;
-  if (budget.unit == "steps") {
-    // With a ramp the batch is a function of step/steps, so the sum is known beforehand.
-    for (std::int64_t step = 0; step < static_cast<std::int64_t>(budget.value) && step < 1'000'000; ++step) {
-      tokens += static_cast<double>(
-          m.seq_length * ramped_batch_size(config.train.batch_size, config.train.batch_quantum, config.train.batch_ramp,
-                                           static_cast<double>(step) / budget.value));
-    }
-  }
-  const double epochs = tokens / static_cast<double>(rows * m.seq_length);
-  if (epochs > 1) {
-    say("the corpus is shorter than the budget: its rows are read ", format_double(std::round(epochs * 10) / 10),
-        " times, with new masks each time");
-  }
-}
-
-void print_dry_run(const Config& config, const ParameterStore& registered) {
-  std::uintmax_t numel = 0;
-  for (ParamId id = 0; id < registered.size(); ++id) numel += static_cast<std::uintmax_t>(registered.local_numel(id));
-  const bool bf16 = config.train.precision == "bf16";
-  const std::uintmax_t bytes = numel * (config.train.precision == "fp64" ? 32 : bf16 ? 18 : 16);
-  say("dry run: ", registered.size(), " tensors, ", numel, " elements, ", format_count(static_cast<double>(bytes)),
-      "B a rank for weights, gradients and moments; nothing was allocated or written");
-}
-
-void show_fills(Encoder& encoder, at::Device device, const Tokenizer& tokenizer) {
-  for (const char* sentence : kSentences) {
-    // Short rows or a small vocabulary may have no room for it.
-    if (sentence_tokens(tokenizer, sentence) > encoder.config().seq_length) continue;
-    std::string line = concat("  ", sentence, "  ->");
-    const std::vector<FilledGap> gaps = fill_mask(encoder, device, tokenizer, sentence, 3);
-    for (const FilledGap::Candidate& c : gaps[0].candidates) {
-      char percent[16];
-      std::snprintf(percent, sizeof percent, "%.1f%%", 100 * c.probability);
-      line += concat(" ", c.piece, " ", percent);
-    }
-    say(line);
-  }
-}
-
-std::string fixed3(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3f", value);
-  return text;
-}
-
-void print_baselines(const Config& config, const Data& data, const EvalRecord& eval) {
-  std::string line = concat("held-out loss ", fixed3(eval.loss), " nats a masked token; uniform guessing ",
-                            fixed3(std::log(static_cast<double>(config.model.vocab_size))));
-  if (data.train->rows() * config.model.seq_length <= kLargestBaselineTokens) {
-    line += concat(", unigram frequencies ", fixed3(unigram_loss(*data.train, *data.validation)));
-  }
-  say(line);
-}
-
-void print_summary(const Summary& s, const Config& config, const std::string& run_folder) {
-  say("\nstopped: ", s.reason, " | steps ", format_grouped(s.progress.step), " | tokens ",
-      format_grouped(s.progress.tokens), " | ", format_count(s.tokens_per_s), " tokens/s | training clock ",
-      format_duration(s.progress.elapsed_s), " of ", config.train.budget.text(),
-      " (data wait, steps, logging and saves on the way; not start-up, evaluation and the last save: ",
-      format_duration(s.progress.excluded_s), ") | lr at the end of the schedule ", format_double(s.lr_end));
-  say("run folder: ", run_folder, " (config.toml, metrics.jsonl, checkpoints/, tb/)");
 }
 
 // The newest valid checkpoint this command may go on from, "" for a run that starts. Warns about what changed; refuses
@@ -207,63 +98,149 @@ void verify_everything(const RunFolder& folder) {
   if (steps.empty()) say("no committed checkpoint in ", folder.path());
 }
 
+// Ranks that were not started alike would train apart, or hang: what each was asked for must be what rank 0 was.
+void check_started_alike(Communicator& world, const OptionTable& options, const TrainData& data) {
+  std::string asked =
+      concat("program\t", version(), " ", build_description(), "\ndata digest\t", data.train->digest(), "\n");
+  for (const auto& [key, value] : options.values()) asked += concat(key, "\t", value, "\n");
+  const std::vector<std::string> all = gather_text(world, asked);
+  const auto parsed = [](const std::string& text) {
+    std::map<std::string, std::string> values;
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+      values[line.substr(0, line.find('\t'))] = line.substr(line.find('\t') + 1);
+    }
+    return values;
+  };
+  const std::map<std::string, std::string> first = parsed(all[0]);
+  std::string differences;
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    for (const auto& [key, value] : parsed(all[rank])) {
+      const auto expected = first.find(key);
+      if (expected != first.end() && expected->second == value) continue;
+      differences += concat("\n  ", key, ": rank ", rank, " has ", value, ", rank 0 ",
+                            expected == first.end() ? "nothing" : expected->second);
+    }
+  }
+  CRAM_CHECK(differences.empty(), ExitCode::kUsage, "the ranks were not started alike:", differences,
+             "\nstart all of them with one command, one program and one data folder");
+}
+
+// Who is where: one line a rank on rank 0's terminal and log.
+void print_ranks(const Mesh& mesh, const DeviceChoice& choice, const Launch& launch) {
+  if (mesh.world().size() == 1) return;
+  const MeshCoordinates& place = mesh.place();
+  const std::vector<std::string> all = gather_text(
+      mesh.world(), concat("host ", choice.host, ", ", choice.device_name, ", ", choice.threads, " threads, tensor ",
+                           place.tp_rank, ", data ", place.dp_rank, ", stage ", place.pp_rank));
+  say("started by ", launch.launcher, ": ", mesh.world().size(), " ranks, layout ", mesh.layout().text());
+  for (std::size_t rank = 0; rank < all.size(); ++rank) say("  rank ", rank, ": ", all[rank]);
+}
+
+// Groups of the mesh move the device's tensors: on a GPU by NCCL, or by MPI through host memory when asked for.
+std::unique_ptr<Communicator> make_device_world(Communicator& world, const Config& config, const DeviceChoice& choice) {
+  if (!choice.device.is_cuda() || world.size() == 1) return nullptr;
+  if (config.parallel.staging) return make_staged_communicator(world.split(0, world.rank(), "world"));
+  CRAM_CHECK(config.parallel.virtual_stages == 1, ExitCode::kUsage,
+             "parallel.virtual_stages=", config.parallel.virtual_stages,
+             " needs sends in the background, which NCCL's streams have not; use 1, or ", "parallel.staging=true");
+  return make_nccl_communicator(world, choice.device);
+}
+
+// Only several ranks wait for each other.
+std::unique_ptr<Watchdog> make_watchdog(const Config& config, Communicator& world, const StopSignals& signals) {
+  if (world.size() == 1) return nullptr;
+  WatchdogSettings settings;
+  settings.rank = world.rank();
+  settings.world_size = world.size();
+  settings.timeout_s = config.parallel.timeout.seconds();
+  settings.quiet_timeout_s = config.parallel.init_timeout.seconds();
+  settings.ending = [&signals] { return signals.received() == SIGTERM; };
+  return std::make_unique<Watchdog>(world.shared_pending(), std::move(settings));
+}
+
+// Sequence parallelism cuts the rows of a micro-batch; better refused here than in the first step.
+void check_rows_can_be_shared(const Config& config, const Layout& layout) {
+  const std::int64_t rows = config.train.micro_batch_size * config.model.seq_length;
+  CRAM_CHECK(!config.parallel.sequence_parallel || rows % layout.tensor == 0, ExitCode::kUsage,
+             "parallel.sequence_parallel: ", rows,
+             " tokens of a micro-batch (train.micro_batch_size=", config.train.micro_batch_size, " x ",
+             config.model.seq_length, ") cannot be shared out to ", layout.tensor,
+             " tensor ranks; choose a micro-batch that can");
+}
+
+int dry_run(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
+            const TrainData& data, const Layout& layout) {
+  const RunPlanned plan = plan_run(config, layout, config.train.batch_size, masked_in_row(config));
+  if (launch.rank > 0) return 0;
+  print_start(config, options, choice, launch, data);
+  say(describe_plan(plan, config, layout));
+  say("dry run: nothing was allocated or written");
+  return 0;
+}
+
+int verify_run(Communicator& world, const Config& config) {
+  on_root(world, [&] { verify_everything(RunFolder(config.run.output)); });
+  return 0;
+}
+
 }  // namespace
 
 int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
                  Communicator& world, const StopSignals& signals) {
+  world.check_calls(config.parallel.check_calls);
+  const std::unique_ptr<Watchdog> watchdog = make_watchdog(config, world, signals);
+  const int ranks = request.planned_ranks > 0 ? request.planned_ranks : world.size();
   const Layout layout =
-      layout_for(world.size(), static_cast<int>(config.parallel.tensor), static_cast<int>(config.parallel.pipeline));
+      layout_for(ranks, static_cast<int>(config.parallel.tensor), static_cast<int>(config.parallel.pipeline));
   resolve_train_config(config, layout);
-  const Mesh mesh(world, layout);
-  const Data data = open_data(config, request.verify);
+  const TrainData data = open_data(config, request.verify);
   check_model_config(config.model);
   CRAM_CHECK(masked_in_row(config) > 0, ExitCode::kUsage, "train.mask_rate=", config.train.mask_rate,
              " masks no token of a row of ", config.model.seq_length, "; the rate must be above ",
              0.5 / static_cast<double>(config.model.seq_length));
+  check_rows_can_be_shared(config, layout);
+  if (!request.dry_run) check_started_alike(world, options, data);
   const bool alone_under_mpirun = launch.launcher != "none" && launch.local_size == 1;
   const int processors = std::max(1, available_processors(alone_under_mpirun) / launch.local_size);
-  const DeviceChoice choice = choose_device(config, processors);
+  const DeviceChoice choice = choose_device(config, processors, launch.local_rank);
   if (config.run.output.empty()) config.run.output = default_run_path(options);
+  if (request.dry_run) return dry_run(config, options, choice, launch, data, layout);
+  if (request.verify) return verify_run(world, config);
 
+  const std::unique_ptr<Communicator> device_world = make_device_world(world, config, choice);
+  const Mesh mesh(world, layout, device_world ? *device_world : world);
   ParameterStore store;
   Encoder encoder(config.model, store, make_placement(config, mesh));
   CheckpointInfo info;
   info.settings = options.values();
   info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
-  info.environment = describe_environment(choice, mesh.layout());
+  info.environment = describe_environment(choice, layout);
   info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
 
   // The run folder is rank 0's business; the others learn where to resume from.
   std::optional<RunFolder> folder;
   std::string resume_from;
-  bool stop_here = false;
   on_root(world, [&] {
+    print_start(config, options, choice, launch, data);
     folder.emplace(config.run.output);
-    if (request.verify) {
-      verify_everything(*folder);
-      stop_here = true;
-      return;
-    }
-    print_start(config, options, choice, launch, mesh, data);
-    if (request.dry_run) {
-      print_dry_run(config, store);
-      stop_here = true;
-      return;
-    }
     if (request.fresh) folder->set_aside();
     folder->lock();
     info.progress.attempt = next_attempt(folder->path());
     resume_from = checkpoint_to_resume(options, *folder, info, request.force);
     folder->open(options, info.environment);
+    clear_roll_call(config.run.output + "/logs", world.size());
   });
-  if (agree_on_largest(world, stop_here ? 1 : 0) != 0) return 0;
   resume_from = broadcast_text(world, resume_from);
   info.progress.attempt = agree_on_largest(world, info.progress.attempt);
   if (world.rank() > 0) open_log_file(rank_log_path(config.run.output, world.rank()));
+  if (watchdog) watchdog->call_roll_in(config.run.output + "/logs");
+  print_ranks(mesh, choice, launch);
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit
   Partition partition;
-  if (config.parallel.zero > 0) partition = {mesh.place().dp_rank, mesh.layout().data};
+  if (config.parallel.zero > 0) partition = {mesh.place().dp_rank, layout.data};
   store.allocate(choice.precision, choice.device, /*with_optimizer=*/true, partition);
   if (resume_from.empty()) {
     store.initialize(static_cast<std::uint64_t>(config.run.seed));
@@ -282,7 +259,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
     const EvalRecord record = evaluate_mlm(encoder, choice.device, *data.validation, eval_settings, mesh);
     say("  held-out loss ", fixed3(record.loss), ", accuracy ", fixed3(100 * record.accuracy), "% of ",
         format_grouped(record.masked), " masked tokens");
-    show_fills(encoder, choice.device, tokenizer);  // every rank: logits are gathered over the tensor ranks
+    show_fills(encoder, choice.device, tokenizer);
     return record;
   };
   Summary summary;

@@ -13,10 +13,11 @@
 namespace cram {
 
 struct TrainRequest {
-  bool fresh = false;    ///< start at step 0 although the folder has a run, which is kept under another name
-  bool force = false;    ///< go on although settings differ, or extend a finished run
-  bool dry_run = false;  ///< print what would run and stop
-  bool verify = false;   ///< check shards and checkpoints byte by byte and stop
+  bool fresh = false;     ///< start at step 0 although the folder has a run, which is kept under another name
+  bool force = false;     ///< go on although settings differ, or extend a finished run
+  bool dry_run = false;   ///< print what would run and stop
+  bool verify = false;    ///< check shards and checkpoints byte by byte and stop
+  int planned_ranks = 0;  ///< of a dry run: as if started with so many; 0 = as many as there are
 };
 
 /// `config` is what `options` points to; every rank of `world` calls it with the same arguments. Returns the exit code;

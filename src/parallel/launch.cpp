@@ -21,8 +21,8 @@ Launch detect_launch() {
   struct Names {
     const char *launcher, *size, *rank, *local_rank, *local_size;
   };
-  // srun sets its own names inside every allocation, so mpirun's come first; SLURM_NTASKS alone (a batch script's) is no
-  // launcher, SLURM_STEP_NUM_TASKS is set for the tasks of a step.
+  // srun sets its own names inside every allocation, so mpirun's come first; SLURM_NTASKS alone (a batch script's) is
+  // no launcher, SLURM_STEP_NUM_TASKS is set for the tasks of a step.
   constexpr Names kLaunchers[] = {
       {"mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
        "OMPI_COMM_WORLD_LOCAL_SIZE"},

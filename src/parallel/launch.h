@@ -13,7 +13,8 @@ struct Launch {
   int local_size = 1;  ///< ranks on this machine
 };
 
-/// Reads the launcher's environment variables (Open MPI's, Slurm's, then the PMI ones that others set); touches no library.
+/// Reads the launcher's environment variables (Open MPI's, Slurm's, then the PMI ones that others set); touches no
+/// library.
 [[nodiscard]] Launch detect_launch();
 
 /// Processors this process may run on. A single rank under mpirun is bound to one core by mpirun's default; with

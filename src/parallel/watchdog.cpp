@@ -16,7 +16,7 @@ namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
 constexpr auto kLook = milliseconds(50);
-constexpr double kEndingWait_s = 0.2;     // shorter waits are ordinary
+constexpr double kEndingWait_s = 0.2;           // shorter waits are ordinary
 constexpr auto kRollCall = milliseconds(1500);  // other ranks got stuck at almost the same time
 constexpr double kMedianSteps = 5;
 
@@ -34,6 +34,11 @@ Watchdog::~Watchdog() {
   }
   stopping_.notify_all();
   thread_.join();
+}
+
+void Watchdog::call_roll_in(const std::string& folder) {
+  const std::lock_guard lock(mutex_);
+  roll_call_folder_ = folder;
 }
 
 double Watchdog::limit_s() const {
@@ -62,7 +67,8 @@ void Watchdog::watch() {
 void Watchdog::report_and_leave(const PendingOperations::Waiting& waiting) {
   std::string report = concat("no answer for ", static_cast<std::int64_t>(waiting.since_s), " s: ", waiting.text);
   log_error(report);
-  report += roll_call(report);
+  const std::string missing = roll_call(report);
+  if (!missing.empty()) report += "; " + missing;
   if (settings_.give_up) {
     settings_.give_up(report);
     return;
@@ -71,8 +77,12 @@ void Watchdog::report_and_leave(const PendingOperations::Waiting& waiting) {
 }
 
 std::string Watchdog::roll_call(const std::string& report) const {
-  if (settings_.roll_call_folder.empty()) return "";
-  const fs::path folder(settings_.roll_call_folder);
+  fs::path folder;
+  {
+    const std::lock_guard lock(mutex_);
+    folder = roll_call_folder_;
+  }
+  if (folder.empty()) return "";
   const fs::path mine = folder / roll_call_name(settings_.rank);
   std::ofstream(mine) << report << "\n";
   std::this_thread::sleep_for(kRollCall);
@@ -82,8 +92,8 @@ std::string Watchdog::roll_call(const std::string& report) const {
     if (!fs::exists(folder / roll_call_name(rank), error)) missing += concat(missing.empty() ? "" : ", ", rank);
   }
   const std::string result =
-      missing.empty() ? "" : concat("; every rank but ", missing, " reports being stuck: look there");
-  if (!result.empty()) log_error("rank ", settings_.rank, result);
+      missing.empty() ? "" : concat("every rank but ", missing, " has reported being stuck: look there");
+  if (!result.empty()) log_error(result);
   return result;  // the file stays for the others to see; the next start removes it
 }
 

@@ -1,7 +1,7 @@
 // Ends a rank that waits too long for another one, and says for what.
 //
-// One thread a rank looks at the rank's pending operations. It makes no MPI call: a rank that is overdue writes its report
-// and leaves with exit code 30, which ends the job; MPI itself never notices a rank that hangs.
+// One thread a rank looks at the rank's pending operations. It makes no MPI call: a rank that is overdue writes its
+// report and leaves with exit code 30, which ends the job; MPI itself never notices a rank that hangs.
 #pragma once
 
 #include <condition_variable>
@@ -20,7 +20,8 @@ struct WatchdogSettings {
   int world_size = 1;
   double timeout_s = 100;        ///< an operation is overdue after this and 5 median steps
   double quiet_timeout_s = 600;  ///< the same while starting, saving, evaluating: one rank may work alone then
-  /// A folder that all ranks see, for the roll call: which ranks are stuck as well and which have not said so. Empty: none.
+  /// A folder that all ranks see, for the roll call: which ranks are stuck as well and which have not said so. Empty:
+  /// none.
   std::string roll_call_folder;
   /// True once the job is being ended from outside (a rank died, mpirun stops the others): what this rank waits for is
   /// written once, before it is killed.
@@ -36,6 +37,8 @@ class Watchdog {
  public:
   Watchdog(std::shared_ptr<const PendingOperations> pending, WatchdogSettings settings);
   ~Watchdog();
+  /// A folder that all ranks see: from now on a rank that is stuck looks there who else is, and who has not said so.
+  void call_roll_in(const std::string& folder);
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
@@ -48,7 +51,8 @@ class Watchdog {
 
   std::shared_ptr<const PendingOperations> pending_;
   WatchdogSettings settings_;
-  std::mutex mutex_;
+  std::string roll_call_folder_;
+  mutable std::mutex mutex_;
   std::condition_variable stopping_;
   bool stop_ = false;
   bool said_ending_ = false;

@@ -10,6 +10,7 @@
 
 #ifdef CRAM_CUDA
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAFunctions.h>
 #endif
 
 #include "base/check.h"
@@ -32,43 +33,70 @@ std::string cpu_bf16_unit() {
 }
 
 // "" when the GPU's tensor cores do not know bf16 (before sm_80).
-std::string gpu_bf16_unit() {
+std::string gpu_bf16_unit(int index) {
 #ifdef CRAM_CUDA
-  if (at::cuda::getDeviceProperties(0)->major >= 8) return "bf16 tensor cores";
+  if (at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(index))->major >= 8) return "bf16 tensor cores";
 #endif
+  (void)index;
   return "";
+}
+
+std::string gpu_name(int index) {
+#ifdef CRAM_CUDA
+  return concat("cuda:", index, " ", at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(index))->name);
+#else
+  return concat("cuda:", index);
+#endif
+}
+
+int gpu_of(int local_rank) {
+#ifdef CRAM_CUDA
+  const int index = local_rank % static_cast<int>(c10::cuda::device_count());
+  c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
+  return index;
+#else
+  (void)local_rank;
+  return 0;
+#endif
+}
+
+std::string host_name() {
+  char host[256] = "?";
+  (void)::gethostname(host, sizeof host - 1);
+  return host;
 }
 
 }  // namespace
 
-DeviceChoice choose_device(Config& config, int processors) {
+DeviceChoice choose_device(Config& config, int processors, int local_rank) {
   DeviceChoice choice;
   const bool gpu = at::hasCUDA();  // false without a visible device, too
   CRAM_CHECK(config.run.device != "cuda" || gpu, ExitCode::kUsage,
              "run.device=cuda, but no GPU is visible to this process; check the driver and CUDA_VISIBLE_DEVICES, or "
              "use run.device=cpu");
   const bool on_gpu = config.run.device == "cuda" || (config.run.device == "auto" && gpu);
-  choice.device = at::Device(on_gpu ? at::kCUDA : at::kCPU, on_gpu ? 0 : -1);
+  const int gpu_index = on_gpu ? gpu_of(local_rank) : -1;
+  choice.device = at::Device(on_gpu ? at::kCUDA : at::kCPU, static_cast<c10::DeviceIndex>(gpu_index));
+  choice.host = host_name();
+  choice.device_name = on_gpu ? gpu_name(gpu_index) : "cpu";
   choice.threads = config.run.threads > 0 ? static_cast<int>(config.run.threads) : processors;
   at::set_num_threads(choice.threads);
 
   std::string why = "as asked";
   if (config.train.precision == "auto") {
-    const std::string unit = on_gpu ? gpu_bf16_unit() : cpu_bf16_unit();
+    const std::string unit = on_gpu ? gpu_bf16_unit(gpu_index) : cpu_bf16_unit();
     config.train.precision = unit.empty() ? "fp32" : "bf16";
     why = unit.empty() ? "no bf16 matrix unit found" : unit + " found";
   }
   choice.precision = parse_precision(config.train.precision);
   if (config.run.deterministic) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
   choice.reason =
-      concat("device ", on_gpu ? "cuda:0" : "cpu", " (", choice.threads, choice.threads == 1 ? " thread" : " threads",
+      concat("device ", choice.device_name, " (", choice.threads, choice.threads == 1 ? " thread" : " threads",
              "), precision ", config.train.precision, ": ", why);
   return choice;
 }
 
 std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout) {
-  char host[256] = "?";
-  (void)::gethostname(host, sizeof host - 1);
   return {{"cram", version()},
           {"build", build_description()},
           {"torch", TORCH_VERSION},
@@ -76,7 +104,7 @@ std::map<std::string, std::string> describe_environment(const DeviceChoice& choi
           {"cpu_capability", at::get_cpu_capability()},
           {"device", choice.device.str()},
           {"layout", layout.text()},
-          {"host", host}};
+          {"host", choice.host}};
 }
 
 }  // namespace cram

@@ -16,12 +16,15 @@ struct DeviceChoice {
   at::Device device = at::Device(at::kCPU);
   Precision precision = Precision::kFp32;
   int threads = 1;
-  std::string reason;  ///< one line for the person who runs it
+  std::string host;         ///< name of this machine
+  std::string device_name;  ///< "cpu", "cuda:1 NVIDIA H100"
+  std::string reason;       ///< one line for the person who runs it
 };
 
 /// Resolves run.device, run.threads and train.precision ("auto": bf16 on sm_80+, AMX or AVX512-BF16, else fp32), writes
-/// the resolved values back and sets torch's thread count. `processors`: how many this process may use.
-[[nodiscard]] DeviceChoice choose_device(Config& config, int processors);
+/// the resolved values back and sets torch's thread count. `processors`: how many this process may use; `local_rank`:
+/// which of this machine's GPUs is its own (all the same one where there are fewer).
+[[nodiscard]] DeviceChoice choose_device(Config& config, int processors, int local_rank);
 
 /// Build, library versions and whatever can change bits (threads, instruction set, device, layout).
 [[nodiscard]] std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout);

@@ -1,5 +1,5 @@
-// SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a lost terminal) ask the run to save and stop; a second one leaves at once with
-// exit code 75.
+// SIGTERM, SIGINT, SIGUSR1 and SIGHUP (a lost terminal) ask the run to save and stop; a second one, half a second
+// later or more, leaves at once with exit code 75.
 #pragma once
 
 namespace cram {

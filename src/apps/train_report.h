@@ -1,0 +1,41 @@
+// What cram_train says to the person who runs it: the start, evaluations, the end.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/options.h"
+#include "data/shard_set.h"
+#include "data/tokenizer.h"
+#include "model/encoder.h"
+#include "parallel/launch.h"
+#include "train/device.h"
+#include "train/metrics.h"
+#include "train/train_config.h"
+
+namespace cram {
+
+struct TrainData {
+  std::shared_ptr<ShardSet> train;
+  std::shared_ptr<ShardSet> validation;
+};
+
+/// Masked tokens of every row.
+[[nodiscard]] std::int64_t masked_in_row(const Config& config);
+
+/// Versions, every setting, the model's and the data's size.
+void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
+                 const TrainData& data);
+
+/// A few sentences with their gaps filled; collective over the encoder's groups.
+void show_fills(Encoder& encoder, at::Device device, const Tokenizer& tokenizer);
+
+/// The held-out loss beside that of guessing uniformly and by frequency.
+void print_baselines(const Config& config, const TrainData& data, const EvalRecord& eval);
+
+void print_summary(const Summary& summary, const Config& config, const std::string& run_folder);
+
+/// "5.784"
+[[nodiscard]] std::string fixed3(double value);
+
+}  // namespace cram
