@@ -139,9 +139,11 @@ void print_ranks(const Mesh& mesh, const DeviceChoice& choice, const Launch& lau
 }
 
 // Groups of the mesh move the device's tensors: on a GPU by NCCL, or by MPI through host memory when asked for.
+// nullptr: the control plane does it.
 std::unique_ptr<Communicator> make_device_world(Communicator& world, const Config& config, const DeviceChoice& choice) {
-  if (!choice.device.is_cuda() || world.size() == 1) return nullptr;
+  if (world.size() == 1) return nullptr;
   if (config.parallel.staging) return make_staged_communicator(world.split(0, world.rank(), "world"));
+  if (!choice.device.is_cuda()) return nullptr;
   CRAM_CHECK(config.parallel.virtual_stages == 1, ExitCode::kUsage,
              "parallel.virtual_stages=", config.parallel.virtual_stages,
              " needs sends in the background, which NCCL's streams have not; use 1, or ", "parallel.staging=true");

@@ -2,7 +2,7 @@
 
 #include <torch/types.h>
 
-#include <algorithm>
+#include <cstdio>
 #include <memory>
 
 #include "base/check.h"
@@ -83,6 +83,12 @@ Traffic plan_traffic(const Config& config, const Layout& layout, const std::vect
   return traffic;
 }
 
+std::string percent(double fraction) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f %%", 100 * fraction);
+  return text;
+}
+
 std::string bytes_text(double bytes) { return format_count(bytes) + "B"; }
 
 }  // namespace
@@ -151,8 +157,8 @@ std::string describe_plan(const RunPlanned& plan, const Config& config, const La
                    stage.most_in_flight, " in flight); ", format_count(stage.flops_per_step), "FLOP a step and rank");
   }
   text += concat("\na step: ", plan.batch_size, " rows in ", plan.micro_batches, " micro-batches of ",
-                 config.train.micro_batch_size, " a data rank; bubble ", format_double(plan.bubble),
-                 " of the ideal time (", format_double(plan.bubble / (1 + plan.bubble)), " of the whole)");
+                 config.train.micro_batch_size, " a data rank; bubble ", percent(plan.bubble), " of the ideal time, ",
+                 percent(plan.bubble / (1 + plan.bubble)), " of the whole");
   const Traffic& t = plan.traffic;
   return text + concat("\nsent a step by all ranks: ", bytes_text(t.total()), " (tensor ", bytes_text(t.tensor),
                        ", pipeline ", bytes_text(t.pipeline), ", data ", bytes_text(t.data), ", tied embedding ",

@@ -3,7 +3,10 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <optional>
+#include <thread>
 
 #include "eval/loaded_model.h"
 #include "support/tiny_corpus.h"
@@ -24,7 +27,7 @@ std::vector<std::string> on_ranks(int ranks, const std::vector<std::string>& arg
 
 std::vector<std::string> small_batches(const std::string& output, std::vector<std::string> more) {
   std::vector<std::string> argv =
-      tiny_train(output, {"train.batch_quantum=64", "train.micro_batch_size=8", "model.heads=4"});
+      tiny_train(output, {"train.batch_quantum=64", "train.micro_batch_size=8", "model.heads=4", "model.layers=4"});
   argv.insert(argv.end(), more.begin(), more.end());
   return argv;
 }
@@ -62,9 +65,20 @@ std::pair<double, double> compare_logs(const std::string& one, const std::string
 struct LayoutCase {
   const char* name;
   int ranks;
-  int tensor;
+  std::vector<std::string> options;
 };
-constexpr LayoutCase kLayouts[] = {{"dp2", 2, 1}, {"tp2", 2, 2}, {"dp2tp2", 4, 2}, {"tp4", 4, 4}, {"dp4", 4, 1}};
+const LayoutCase kDp2{"dp2", 2, {}};
+const LayoutCase kDp4Zero{"dp4-zero", 4, {"parallel.zero=1"}};
+const LayoutCase kTp2{"tp2-sp", 2, {"parallel.tensor=2", "parallel.sequence_parallel=true"}};
+const LayoutCase kDp2Tp2{"dp2tp2-zero", 4, {"parallel.tensor=2", "parallel.zero=1"}};
+const LayoutCase kPp2{"pp2", 2, {"parallel.pipeline=2", "parallel.check_sync=5", "parallel.staging=true"}};
+const LayoutCase kPp2v2{"pp2v2-zero", 4, {"parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.zero=1"}};
+const LayoutCase kTp2Pp2{"tp2pp2", 4, {"parallel.tensor=2", "parallel.pipeline=2", "parallel.check_calls=true"}};
+const LayoutCase kAll{"dp2tp2pp2-zero-sp",
+                      8,
+                      {"parallel.tensor=2", "parallel.pipeline=2", "parallel.zero=1", "parallel.sequence_parallel=true",
+                       "model.recompute=layer"}};
+const LayoutCase kLayouts[] = {kDp2, kDp4Zero, kTp2, kDp2Tp2, kPp2, kPp2v2, kTp2Pp2, kAll};
 
 TEST(Layouts, TwentyStepsEqualOneRank) {
   const std::string where = tiny_corpus();
@@ -81,7 +95,7 @@ TEST(Layouts, TwentyStepsEqualOneRank) {
     for (const LayoutCase& layout : kLayouts) {
       const std::string label = std::string(row.precision) + "-" + layout.name;
       std::vector<std::string> argv = small_batches(out / label, more);
-      argv.push_back("parallel.tensor=" + std::to_string(layout.tensor));
+      argv.insert(argv.end(), layout.options.begin(), layout.options.end());
       const ProgramResult together = run_program(on_ranks(layout.ranks, argv), where, 100, kMpiEnvironment);
       ASSERT_EQ(together.exit_code, 0) << together.out;
       const auto [loss, norm] = compare_logs(one, out / label, 20);
@@ -108,26 +122,91 @@ TEST(Layouts, SameOneTwiceIsBitEqualAndAnyResumesAnother) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   const auto run = [&](const LayoutCase& layout, const std::string& name, const std::string& extra = "") {
-    std::vector<std::string> argv = small_batches(out / name, {"train.budget=12steps", "train.precision=fp64",
-                                                               "parallel.tensor=" + std::to_string(layout.tensor)});
+    std::vector<std::string> argv = small_batches(out / name, {"train.budget=12steps", "train.precision=fp64"});
+    argv.insert(argv.end(), layout.options.begin(), layout.options.end());
     if (!extra.empty()) argv.push_back(extra);
     const ProgramResult result =
         run_program(layout.ranks == 1 ? argv : on_ranks(layout.ranks, argv), where, 100, kMpiEnvironment);
     EXPECT_EQ(result.exit_code, 0) << result.out;
   };
-  const LayoutCase one{"1", 1, 1};
-  run(kLayouts[2], "fp64-a");
-  run(kLayouts[2], "fp64-b");
+  const LayoutCase one{"1", 1, {}};
+  run(kDp2Tp2, "fp64-a");
+  run(kDp2Tp2, "fp64-b");
   EXPECT_EQ(loss_log(out / "fp64-a"), loss_log(out / "fp64-b"));
   EXPECT_EQ(worst_difference(masters(out / "fp64-a"), masters(out / "fp64-b")), 0);
-  // Each tensor rank wrote its file; the position is one number for all ranks, so another layout reads on.
-  EXPECT_TRUE(std::filesystem::exists(out / "fp64-a/checkpoints/step-000000012/rank-00001.h5"));
-  run(kLayouts[2], "fp64-c", "run.stop_after=3steps");
-  run(one, "fp64-c", "run.stop_after=6steps");
-  run(kLayouts[3], "fp64-c", "run.stop_after=9steps");
-  run(kLayouts[0], "fp64-c");
+  // Each rank wrote what it owns; the position is one number for all ranks, so another layout reads on.
+  for (const char* file : {"rank-00000.h5", "rank-00003.h5"}) {
+    EXPECT_TRUE(std::filesystem::exists(std::filesystem::path(out / "fp64-a/checkpoints/step-000000012") / file));
+  }
+  run(kDp2Tp2, "fp64-c", "run.stop_after=3steps");
+  run(one, "fp64-c", "run.stop_after=5steps");
+  run(kPp2v2, "fp64-c", "run.stop_after=7steps");
+  run(kAll, "fp64-c", "run.stop_after=9steps");
+  run(kDp2, "fp64-c");
   EXPECT_LE(compare_logs(out / "fp64-a", out / "fp64-c", 12).first, 1e-12);
   EXPECT_LE(worst_difference(masters(out / "fp64-a"), masters(out / "fp64-c")), 1e-9);
+}
+
+// 12 = 7 + new processes + 5 in the same layout, to the last bit.
+TEST(Layouts, ResumeIsExactInEveryLayout) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  for (const LayoutCase& layout : {kDp4Zero, kPp2v2, kAll}) {
+    const auto run = [&](const std::string& name, const std::string& extra) {
+      std::vector<std::string> argv = small_batches(out / name, {"train.budget=12steps", "train.precision=bf16"});
+      argv.insert(argv.end(), layout.options.begin(), layout.options.end());
+      if (!extra.empty()) argv.push_back(extra);
+      const ProgramResult result = run_program(on_ranks(layout.ranks, argv), where, 100, kMpiEnvironment);
+      ASSERT_EQ(result.exit_code, 0) << result.out;
+    };
+    const std::string whole = std::string(layout.name) + "-whole", parts = std::string(layout.name) + "-parts";
+    run(whole, "");
+    run(parts, "run.stop_after=7steps");
+    run(parts, "");
+    EXPECT_EQ(loss_log(out / whole), loss_log(out / parts)) << layout.name;
+    EXPECT_EQ(worst_difference(masters(out / whole), masters(out / parts)), 0) << layout.name;
+  }
+}
+
+// Uneven splits, and what a plan without ranks says about them.
+TEST(Layouts, LayersThatDoNotDivideAreSplitUnevenly) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::string> argv =
+      small_batches(out / "r", {"train.budget=2steps", "model.layers=5", "parallel.pipeline=2"});
+  const ProgramResult result = run_program(on_ranks(2, argv), where, 60, kMpiEnvironment);
+  ASSERT_EQ(result.exit_code, 0) << result.out;
+  // The whole model is in the checkpoint: all five layers, every parameter once.
+  ModelConfig model;
+  model.layers = 5;
+  model.hidden = 64;
+  model.heads = 4;
+  model.ffn = 128;
+  model.vocab_size = 500;
+  model.seq_length = 32;
+  EXPECT_EQ(masters(out / "r").numel(), parameter_count(model));
+  const auto plan = [&](std::vector<std::string> more) {
+    std::vector<std::string> dry = small_batches(out / "dry", std::move(more));
+    dry.emplace_back("--dry-run");
+    return run_program(dry, where, 30);
+  };
+  const ProgramResult thirty = plan({"model.layers=30", "parallel.pipeline=4", "--ranks", "4"});
+  EXPECT_EQ(thirty.exit_code, 0) << thirty.out;
+  for (const char* part :
+       {"stage 0: embedding, layers 0-7:", "stage 1: layers 8-15:", "stage 2: layers 16-22:",
+        "stage 3: layers 23-29, head:", "pipeline {0 1 2 3}", "bubble 18.8 %", "nothing was allocated"}) {
+    EXPECT_NE(thirty.out.find(part), std::string::npos) << part << "\n" << thirty.out;
+  }
+  const ProgramResult large = plan({"model.hidden=20480", "model.heads=128", "model.ffn=81920", "model.layers=105",
+                                    "parallel.tensor=8", "parallel.pipeline=35", "--ranks", "560"});
+  EXPECT_EQ(large.exit_code, 0) << large.out;  // half a trillion parameters fit nowhere here
+  EXPECT_LT(large.seconds, 20);
+  EXPECT_FALSE(std::filesystem::exists(out / "dry"));
+  EXPECT_EQ(plan({"parallel.split=3,2", "parallel.pipeline=2", "--ranks", "2"}).exit_code, 2);
+  EXPECT_EQ(plan({"parallel.pipeline=8", "--ranks", "8"}).exit_code, 2);  // four layers
+  EXPECT_EQ(plan({"parallel.virtual_stages=2"}).exit_code, 2);
+  EXPECT_EQ(plan({"parallel.sequence_parallel=true"}).exit_code, 2);
+  EXPECT_EQ(run_program({"cram_train", "--ranks", "2"}, where, 30).exit_code, 2);
 }
 
 TEST(Layouts, SizesThatCannotShareTheModelAreRefused) {
@@ -141,6 +220,12 @@ TEST(Layouts, SizesThatCannotShareTheModelAreRefused) {
   const ProgramResult world = run_program(on_ranks(3, argv), where, 60, kMpiEnvironment);
   EXPECT_EQ(world.exit_code, 2) << world.out;
   EXPECT_NE(world.out.find("3 ranks cannot be parallel.tensor=2"), std::string::npos) << world.out;
+  argv.back() = "parallel.tensor=8";
+  argv.emplace_back("model.heads=12");
+  argv.emplace_back("model.hidden=96");
+  const ProgramResult eight = run_program(on_ranks(8, argv), where, 60, kMpiEnvironment);
+  EXPECT_EQ(eight.exit_code, 2) << eight.out;
+  EXPECT_NE(eight.out.find("legal sizes: 1, 2, 4"), std::string::npos) << eight.out;
   EXPECT_FALSE(std::filesystem::exists(out / "r"));
 }
 
@@ -151,6 +236,14 @@ TEST(Layouts, IllegalBatchesAreRefusedWithTheNumbers) {
       run_program(on_ranks(3, small_batches(out / "r", {"train.budget=2steps"})), where, 60, kMpiEnvironment);
   EXPECT_EQ(result.exit_code, 2) << result.out;
   EXPECT_NE(result.out.find("3 data ranks"), std::string::npos) << result.out;
+  // Interleaved: one group of micro-batches a stage.
+  const ProgramResult interleaved =
+      run_program(on_ranks(2, small_batches(out / "r", {"train.budget=2steps", "parallel.pipeline=2",
+                                                        "parallel.virtual_stages=2", "train.micro_batch_size=64"})),
+                  where, 60, kMpiEnvironment);
+  EXPECT_EQ(interleaved.exit_code, 2) << interleaved.out;
+  EXPECT_NE(interleaved.out.find("2 stages (interleaved); nearest legal micro-batch: 32"), std::string::npos)
+      << interleaved.out;
   EXPECT_FALSE(std::filesystem::exists(out / "r"));
 }
 
@@ -190,21 +283,84 @@ TEST(Layouts, TheLocalLauncherPassesSignalsAndExitCodes) {
   EXPECT_EQ(run_program(launch("2", {"cram_train", "train.lr=x"}), where, 30).exit_code, 2);
 }
 
-TEST(Layouts, ARankThatFailsEndsTheJob) {
-  const std::string where = tiny_corpus();
-  const TemporaryFolder out;
-  RunningProgram program(on_ranks(4, small_batches(out / "r", {"train.budget=100000steps", "log.every=1steps"})), where,
-                         kMpiEnvironment);
-  ASSERT_TRUE(program.wait_for_output("| step 3 ")) << program.output_so_far();
-  // One of the four, by the folder's name in its command line.
-  const ProgramResult killed =
-      run_program({"/bin/sh", "-c", "kill -9 $(pgrep -f 'bin/[c]ram_train.*" + (out / "r") + "' | tail -n 1)"}, where);
-  EXPECT_EQ(killed.exit_code, 0) << killed.out;
-  const ProgramResult result = program.wait(10);
-  EXPECT_NE(result.exit_code, 0) << result.out;
-  EXPECT_NE(result.exit_code, -1) << "the job went on";
-  const ProgramResult left = run_program({"/bin/sh", "-c", "pgrep -f '[c]ram_train.*" + (out / "r") + "'"}, where);
-  EXPECT_NE(left.exit_code, 0) << "still running: " << left.out;
+class Failures : public testing::Test {
+ protected:
+  // Starts four ranks, two stages, and waits for some steps.
+  void start(std::vector<std::string> more) {
+    more.insert(more.end(), {"train.budget=100000steps", "log.every=1steps", "parallel.pipeline=2"});
+    program_.emplace(on_ranks(4, small_batches(out_ / "r", more)), tiny_corpus(), kMpiEnvironment);
+    ASSERT_TRUE(program_->wait_for_output("| step 3 ")) << program_->output_so_far();
+  }
+  // Signals one of the ranks, by the folder's name in its command line.
+  void signal_one(const std::string& signal) {
+    const ProgramResult sent = run_program(
+        {"/bin/sh", "-c", "kill -" + signal + " $(pgrep -f 'bin/[c]ram_train.*" + (out_ / "r") + "' | tail -n 1)"},
+        tiny_corpus());
+    ASSERT_EQ(sent.exit_code, 0) << sent.out;
+  }
+  void expect_nothing_left() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    const ProgramResult left =
+        run_program({"/bin/sh", "-c", "pgrep -fa '[c]ram_train.*" + (out_ / "r") + "'"}, tiny_corpus());
+    EXPECT_NE(left.exit_code, 0) << "still running: " << left.out;
+  }
+  TemporaryFolder out_;
+  std::optional<RunningProgram> program_;
+};
+
+TEST_F(Failures, ADeadRankEndsTheJobAndTheSameCommandResumes) {
+  for (const char* signal : {"KILL", "SEGV"}) {
+    start({"checkpoint.every=2steps"});
+    signal_one(signal);
+    const ProgramResult result = program_->wait(10);
+    EXPECT_NE(result.exit_code, 0) << result.out;
+    EXPECT_NE(result.exit_code, -1) << "the job went on";
+    EXPECT_NE(result.out.find("while this rank waits: step "), std::string::npos) << result.out;
+    EXPECT_NE(result.out.find(" of group "), std::string::npos) << result.out;
+    expect_nothing_left();
+  }
+  std::vector<std::string> argv = small_batches(out_ / "r", {"train.budget=100000steps", "parallel.pipeline=2",
+                                                             "checkpoint.every=2steps", "run.stop_after=40steps"});
+  const ProgramResult again = run_program(on_ranks(4, argv), tiny_corpus(), 60, kMpiEnvironment);
+  EXPECT_EQ(again.exit_code, 0) << again.out;
+  EXPECT_NE(again.out.find("resuming after step "), std::string::npos) << again.out;
+}
+
+TEST_F(Failures, AHangingRankIsNamedAndEndsTheJobInTime) {
+  start({"parallel.timeout=3s"});
+  signal_one("STOP");
+  const ProgramResult result = program_->wait(20);
+  EXPECT_EQ(result.exit_code, 30) << result.out;
+  EXPECT_NE(result.out.find("no answer for 3 s: step "), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find(", training: "), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("every rank but 3 has reported being stuck"), std::string::npos) << result.out;
+  expect_nothing_left();
+}
+
+// One rank with another data folder: it fails alone, before the others could know.
+TEST_F(Failures, ARankThatThrowsEndsTheJobWithItsCode) {
+  std::vector<std::string> argv = on_ranks(1, small_batches(out_ / "r", {"train.budget=10steps"}));
+  argv.emplace_back(":");
+  argv.insert(argv.end(), {"-np", "1"});
+  const std::vector<std::string> other = small_batches(out_ / "r", {"train.budget=10steps", "data.shards=nowhere"});
+  argv.push_back(std::string(CRAM_PROGRAM_DIR) + "/cram_train");
+  argv.insert(argv.end(), other.begin() + 1, other.end());
+  const ProgramResult result = run_program(argv, tiny_corpus(), 30, kMpiEnvironment);
+  EXPECT_EQ(result.exit_code, 22) << result.out;
+  EXPECT_NE(result.out.find("nowhere"), std::string::npos) << result.out;
+}
+
+TEST_F(Failures, RanksThatWereNotStartedAlikeAreRefused) {
+  std::vector<std::string> argv = on_ranks(1, small_batches(out_ / "r", {"train.budget=10steps"}));
+  argv.emplace_back(":");
+  argv.insert(argv.end(), {"-np", "1"});
+  const std::vector<std::string> other = small_batches(out_ / "r", {"train.budget=10steps", "train.lr=1e-4"});
+  argv.push_back(std::string(CRAM_PROGRAM_DIR) + "/cram_train");
+  argv.insert(argv.end(), other.begin() + 1, other.end());
+  const ProgramResult result = run_program(argv, tiny_corpus(), 30, kMpiEnvironment);
+  EXPECT_EQ(result.exit_code, 2) << result.out;
+  EXPECT_NE(result.out.find("train.lr: rank 1 has 1e-04, rank 0 0.002"), std::string::npos) << result.out;
+  EXPECT_FALSE(std::filesystem::exists(out_ / "r"));
 }
 
 }  // namespace
