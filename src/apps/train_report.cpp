@@ -6,7 +6,6 @@
 
 #include "base/log.h"
 #include "base/version.h"
-#include "data/masking.h"
 #include "eval/fill_mask.h"
 #include "eval/mlm.h"
 #include "parallel/mpi_environment.h"
@@ -23,13 +22,6 @@ constexpr const char* kSentences[] = {"the president of the united [MASK] .", "s
 constexpr std::int64_t kLargestBaselineTokens = 1LL << 28;
 
 }  // namespace
-
-std::int64_t masked_in_row(const Config& config) {
-  return masked_per_row({.seed = 0,
-                         .vocab_size = config.model.vocab_size,
-                         .seq_length = config.model.seq_length,
-                         .mask_rate = config.train.mask_rate});
-}
 
 void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
                  const TrainData& data) {

@@ -20,9 +20,6 @@ struct TrainData {
   std::shared_ptr<ShardSet> validation;
 };
 
-/// Masked tokens of every row.
-[[nodiscard]] std::int64_t masked_in_row(const Config& config);
-
 /// Versions, every setting, the model's and the data's size.
 void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
                  const TrainData& data);

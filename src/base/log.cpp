@@ -92,7 +92,7 @@ void log_message(LogLevel level, const std::string& message) noexcept {
 void say_line(const std::string& text) noexcept {
   LogState& s = state();
   const std::lock_guard lock(s.mutex);
-  if (s.settings.rank == 0) {
+  if (s.settings.rank == 0 && s.settings.says) {
     clear_live_line(s);
     std::fputs(text.c_str(), stdout);
     std::fputc('\n', stdout);

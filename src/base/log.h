@@ -15,6 +15,7 @@ struct LogSettings {
   int rank = 0;
   int world_size = 1;
   LogLevel terminal_level = LogLevel::kInfo;  ///< rank 0; other ranks write to the terminal from kError on
+  bool says = true;                           ///< false keeps `say` off the terminal: output for another program
 };
 
 void configure_log(const LogSettings& settings);

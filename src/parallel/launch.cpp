@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "base/options.h"
@@ -13,6 +14,27 @@ namespace {
 int number_from(const char* name, int otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : static_cast<int>(parse_integer(text, name));
+}
+
+// srun writes the tasks of all nodes in one list, "4(x2),3": this node's entry of it.
+int slurm_tasks_here() {
+  const char* list = std::getenv("SLURM_STEP_TASKS_PER_NODE");
+  int node = number_from("SLURM_NODEID", 0);
+  const std::string text = list == nullptr ? "1" : list;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string entry = text.substr(begin, end - begin);
+    const std::size_t times = entry.find("(x");
+    const auto tasks = static_cast<int>(parse_integer(entry.substr(0, times), "SLURM_STEP_TASKS_PER_NODE"));
+    const int nodes = times == std::string::npos
+                          ? 1
+                          : static_cast<int>(parse_integer(entry.substr(times + 2, entry.find(')') - times - 2),
+                                                           "SLURM_STEP_TASKS_PER_NODE"));
+    if (node < nodes) return tasks;
+    node -= nodes;
+    begin = end + 1;
+  }
+  return 1;
 }
 
 }  // namespace
@@ -26,7 +48,7 @@ Launch detect_launch() {
   constexpr Names kLaunchers[] = {
       {"mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
        "OMPI_COMM_WORLD_LOCAL_SIZE"},
-      {"srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASKS_ON_THIS_NODE"},
+      {"srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", nullptr},
       {"PMI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
   };
   for (const Names& names : kLaunchers) {
@@ -36,7 +58,7 @@ Launch detect_launch() {
     launch.world_size = number_from(names.size, 1);
     launch.rank = number_from(names.rank, 0);
     launch.local_rank = number_from(names.local_rank, 0);
-    launch.local_size = number_from(names.local_size, 1);
+    launch.local_size = names.local_size == nullptr ? slurm_tasks_here() : number_from(names.local_size, 1);
     return launch;
   }
   return {};

@@ -242,7 +242,8 @@ class MpiCommunicator final : public Communicator {
 
 }  // namespace
 
-MpiEnvironment::MpiEnvironment(const Launch& launch, int* argc, char*** argv) : active_(launch.launcher != "none") {
+MpiEnvironment::MpiEnvironment(const Launch& launch, int* argc, char*** argv)
+    : active_(launch.launcher == "mpirun" || launch.world_size > 1) {
   if (!active_) return;
   int provided = 0;
   check_mpi(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &provided), "MPI_Init_thread");

@@ -7,8 +7,8 @@
 
 namespace cram {
 
-/// MPI_Init/MPI_Finalize as a scope, only when a launcher is there. Errors are returned, not fatal, so that they can be
-/// reported with rank and operation.
+/// MPI_Init/MPI_Finalize as a scope, only under mpirun or when another launcher started several ranks. Errors are
+/// returned, not fatal, so that they can be reported with rank and operation.
 class MpiEnvironment {
  public:
   MpiEnvironment(const Launch& launch, int* argc, char*** argv);

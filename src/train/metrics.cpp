@@ -112,13 +112,20 @@ void MetricsFiles::event(const std::string& name, const std::string& detail, con
 
 void MetricsFiles::summary(const Summary& s) {
   if (!metrics_) return;
+  const auto bytes = [](const Traffic& t) {
+    return concat(R"({"tensor":)", format_double17(t.tensor), ",\"pipeline\":", format_double17(t.pipeline),
+                  ",\"data\":", format_double17(t.data), ",\"tied\":", format_double17(t.tied), "}");
+  };
+  const std::string traffic =
+      s.traffic ? concat(",\"sent_bytes\":", bytes(s.traffic->sent), ",\"planned_bytes\":", bytes(s.traffic->planned))
+                : "";
   write(concat(R"({"kind":"summary","reason":)", text_field(s.reason), ",\"steps\":", s.progress.step,
                ",\"tokens\":", s.progress.tokens, ",\"elapsed_s\":", format_double17(s.progress.elapsed_s),
                ",\"excluded_s\":", format_double17(s.progress.excluded_s),
                ",\"tokens_per_s\":", format_double17(s.tokens_per_s), ",\"lr_end\":", format_double17(s.lr_end),
                ",\"eval_loss\":", s.eval ? format_double17(s.eval->loss) : "null",
                ",\"eval_accuracy\":", s.eval ? format_double17(s.eval->accuracy) : "null",
-               ",\"skipped\":", s.progress.skipped, ",\"attempt\":", s.progress.attempt, "}"));
+               ",\"skipped\":", s.progress.skipped, ",\"attempt\":", s.progress.attempt, traffic, "}"));
 }
 
 std::string ProgressLine::text(const StepRecord& r, const Progress& p, double fraction, double left_s) {

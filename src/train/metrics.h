@@ -9,6 +9,7 @@
 
 #include "train/budget_clock.h"
 #include "train/tensorboard.h"
+#include "train/traffic.h"
 
 namespace cram {
 
@@ -37,6 +38,7 @@ struct Summary {
   double tokens_per_s = 0;
   double lr_end = 0;
   std::optional<EvalRecord> eval;
+  std::optional<TrafficMeter::Totals> traffic;  ///< where there are several ranks
 };
 
 /// An append-only text file whose lines are complete or absent, whatever the disk does.

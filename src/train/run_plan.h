@@ -6,25 +6,15 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 
 #include "model/stage_split.h"
 #include "parallel/mesh.h"
+#include "train/traffic.h"
 #include "train/train_config.h"
 
 namespace cram {
-
-/// Bytes that all ranks together send in one step, counted as CommunicationTrace counts them.
-struct Traffic {
-  double tensor = 0;    ///< two sums forward and two backward a layer, embedding, head, loss, gradients of shared rows
-  double pipeline = 0;  ///< activations and their gradients between stages
-  double data = 0;      ///< gradients, and weights under ZeRO
-  double tied = 0;      ///< gradient of the embedding that two stages hold
-
-  [[nodiscard]] double total() const { return tensor + pipeline + data + tied; }
-};
 
 /// A stage's share; tensor rank 0, data rank 0.
 struct StagePlanned {

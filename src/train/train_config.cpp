@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "data/masking.h"
 #include "train/budget_clock.h"
 #include "train/schedules.h"
 
@@ -186,6 +187,13 @@ void resolve_train_config(Config& config, const Layout& layout) {
              " data ranks x train.micro_batch_size=", t.micro_batch_size,
              group > 1 ? concat(" x ", group, " stages (interleaved)") : "", "; nearest legal micro-batch: ",
              nearest_divisor(std::max<std::int64_t>(1, t.batch_quantum / (layout.data * group)), t.micro_batch_size));
+}
+
+std::int64_t masked_in_row(const Config& config) {
+  return masked_per_row({.seed = 0,
+                         .vocab_size = config.model.vocab_size,
+                         .seq_length = config.model.seq_length,
+                         .mask_rate = config.train.mask_rate});
 }
 
 }  // namespace cram

@@ -97,4 +97,7 @@ void add_train_options(OptionTable& table, Config& config);
 /// Error(kUsage) with the nearest legal values. With the ramp off the quantum becomes the batch size.
 void resolve_train_config(Config& config, const Layout& layout);
 
+/// Masked tokens of every row.
+[[nodiscard]] std::int64_t masked_in_row(const Config& config);
+
 }  // namespace cram

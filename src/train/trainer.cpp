@@ -48,6 +48,7 @@ Trainer::Trainer(TrainerParts parts)
                                        progress_.consumed_samples)),
       sync_(make_grad_sync(parts_.store, parts_.mesh, parts_.config.parallel.overlap)),
       micro_steps_(parts_.encoder, parts_.store, sync_, parts_.mesh, parts_.config, [this] { return loader_->next(); }),
+      traffic_(parts_.mesh, parts_.config, masked_in_row(parts_.config)),
       at_start_(progress_) {}
 
 Summary Trainer::run() {
@@ -105,6 +106,7 @@ std::optional<Trainer::StepPlan> Trainer::plan_step() {
 
 bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
   const double start_s = now_s();
+  traffic_.begin_step();
   micro_steps_.begin_batch(progress_.step + 1, progress_.consumed_samples);
   const std::int64_t micro_batches = plan.batch_size / (train_.micro_batch_size * parts_.mesh.layout().data);
   const std::int64_t per_flush = micro_steps_.per_flush(micro_batches);
@@ -141,6 +143,7 @@ bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
     log_warning(what, " is not finite: the update is skipped");
     parts_.store.zero_grad();
   }
+  traffic_.end_step(plan.batch_size);
   record.step_s = now_s() - start_s;
   return true;
 }
@@ -229,6 +232,7 @@ Summary Trainer::finish() {
   summary.tokens_per_s = trained_s > 0 ? static_cast<double>(progress_.tokens - at_start_.tokens) / trained_s : 0;
   summary.lr_end = train_.lr * schedule_factor({train_.schedule, train_.warmup, train_.peak_fraction}, 1);
   summary.eval = last_eval_;
+  if (parts_.mesh.world().size() > 1) summary.traffic = traffic_.totals();
   metrics_.summary(summary);
   return summary;
 }

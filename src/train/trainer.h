@@ -16,6 +16,7 @@
 #include "train/optimizer.h"
 #include "train/run_folder.h"
 #include "train/signals.h"
+#include "train/traffic.h"
 #include "train/train_config.h"
 
 namespace cram {
@@ -73,6 +74,7 @@ class Trainer {
   std::unique_ptr<Loader> loader_;
   GradSync sync_;
   MicroSteps micro_steps_;
+  TrafficMeter traffic_;
   int stop_signal_ = 0;  ///< agreed by all ranks
   std::string stop_reason_;
   std::optional<EvalRecord> last_eval_;

@@ -33,8 +33,8 @@ if [ -n "${FAKE_WAIT:-}" ]; then
   for _ in {1..600}; do sleep 0.05; done
 fi
 if [ -n "${FAKE_RUN:-}" ]; then
-  while [ "$1" != bash ]; do shift; done
-  for SLURM_PROCID in 0 1; do SLURM_PROCID=$SLURM_PROCID "$@"; done
+  while [[ $1 == --* ]]; do shift; done
+  for rank in 0 1; do SLURM_PROCID=$rank SLURM_STEP_NUM_TASKS=$SLURM_NTASKS "$@"; done
 fi
 exit "${FAKE_EXIT:-0}"
 )";
@@ -45,7 +45,7 @@ exit "${FAKE_EXIT:-0}"
 echo "scontrol $*" >>"$FAKE_LOG"
 exit "${FAKE_SCONTROL_EXIT:-0}"
 )");
-    write_script(folder_ / "cram_train", R"(echo "rank $OMPI_COMM_WORLD_RANK of $OMPI_COMM_WORLD_SIZE: $*")");
+    write_script(folder_ / "cram_train", R"(echo "rank $SLURM_PROCID of $SLURM_STEP_NUM_TASKS: $*")");
     std::ofstream(log_path()) << "";
   }
 

@@ -176,7 +176,7 @@ TEST_F(Slurm, RanksKnowWhoTheyAreAndGetTheArguments) {
   EXPECT_EQ(fakes_.count("srun [--mpi=pmix] "), 1) << fakes_.log();
   EXPECT_EQ(fakes_.count("[run.output=with space]"), 1) << fakes_.log();
   EXPECT_EQ(run({"CRAM_SRUN_ARGS=--mpi=pmi2 --label"}).exit_code, 0);
-  EXPECT_EQ(fakes_.count("srun [--mpi=pmi2] [--label] [bash]"), 1) << fakes_.log();
+  EXPECT_EQ(fakes_.count("srun [--mpi=pmi2] [--label] [" + fakes_.path("cram_train") + "]"), 1) << fakes_.log();
   EXPECT_EQ(run({"CRAM_LAUNCHER=mpirun", "SLURM_NTASKS=4"}, arguments).exit_code, 0);
   EXPECT_EQ(
       fakes_.count("[-n] [4] [" + fakes_.path("cram_train") + "] [train.budget=5steps] [run.output=with space]\n"), 1)

@@ -37,6 +37,7 @@ TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
     const Mesh mesh(world, Layout{.tensor = 1, .pipeline = 1, .data = 2});
     Config config;
     config.model = tiny_config();
+    config.train.precision = "fp32";
     config.run.stop_after = {3, "steps"};
     config.train.budget = {1, "h"};
     config.train.batch_size = config.train.batch_quantum = 8;
@@ -54,6 +55,87 @@ TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
   EXPECT_EQ(ends[0].progress.step, 3);
   EXPECT_EQ(ends[0].progress.elapsed_s, ends[1].progress.elapsed_s);
   EXPECT_TRUE(masters[0].equal(masters[1]));
+}
+
+// What a trainer of two data ranks needs, and how its ranks' runs ended.
+struct TwoRanks {
+  TemporaryFolder folder;
+  StopSignals signals;
+  std::vector<Summary> ends{2};
+
+  TwoRanks() {
+    testing::write_prepared(folder.path("s"), testing::counting_rows(40, 8, 21), testing::counting_rows(4, 8, 21),
+                            {8, 21, 700});
+    std::filesystem::create_directories(folder.path("r"));
+  }
+  /// `prepare` sees each rank's weights before training, `evaluate` is called every second step.
+  std::vector<std::string> run(const std::function<void(Config&)>& change,
+                               const std::function<void(ParameterStore&, int rank)>& prepare,
+                               const std::function<void(ParameterStore&, int rank)>& evaluate) {
+    return run_ranks(2, [&](Communicator& world) {
+      const at::NoGradGuard no_grad;
+      const Mesh mesh(world, Layout{.data = 2});
+      Config config;
+      config.model = tiny_config();
+      config.train.precision = "fp32";
+      config.train.budget = {6, "steps"};
+      config.train.batch_size = config.train.batch_quantum = 8;
+      config.train.micro_batch_size = 4;
+      config.eval.every = {2, "steps"};
+      change(config);
+      resolve_train_config(config, mesh.layout());
+      Model model(config.model, Precision::kFp32);
+      prepare(model.store, world.rank());
+      const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
+      Trainer trainer({config, mesh, model.encoder, model.store, shards, signals, folder.path("r"), {}, [&] {
+                         evaluate(model.store, world.rank());
+                         return EvalRecord{};
+                       }});
+      ends[static_cast<std::size_t>(world.rank())] = trainer.run();
+    });
+  }
+};
+
+const auto kNothing = [](ParameterStore&, int) {};
+
+// A bit that flips on one rank after step 2 is found by the next comparison, at step 3.
+TEST(Trainer, CheckSyncFindsAReplicaThatWentApart) {
+  const auto flip = [](ParameterStore& store, int rank) {
+    if (rank == 1) store.weight(store.find("encoder.layers.0.ffn.dense_in.weight"))[0][0].add_(1e-7);
+  };
+  TwoRanks two;
+  const auto messages = two.run([](Config& config) { config.parallel.check_sync = 3; }, kNothing, flip);
+  for (const std::string& message : messages) {
+    EXPECT_NE(message.find("after step 3 ranks differ"), std::string::npos) << message;
+    EXPECT_NE(message.find("encoder.layers.0.ffn.dense_in.weight: ranks 0 and 1 differ"), std::string::npos) << message;
+  }
+  TwoRanks unwatched;
+  EXPECT_EQ(unwatched.run([](Config&) {}, kNothing, flip), std::vector<std::string>(2));
+  TwoRanks intact;
+  EXPECT_EQ(intact.run([](Config& config) { config.parallel.check_sync = 1; }, kNothing, kNothing),
+            std::vector<std::string>(2));
+}
+
+// Not-a-number on one rank: all skip the same steps, and count alike; five in a row end all of them.
+TEST(Trainer, NonFiniteOnOneRankIsSkippedByAll) {
+  const auto spoil = [](ParameterStore& store, int rank) {
+    if (rank == 1) store.weight(store.find("encoder.final_norm.weight"))[3].fill_(std::nan(""));
+  };
+  TwoRanks two;
+  EXPECT_EQ(two.run(
+                [](Config& config) {
+                  config.train.budget = {3, "steps"};
+                },
+                spoil, kNothing),
+            std::vector<std::string>(2));
+  for (const Summary& end : two.ends) {
+    EXPECT_EQ(end.progress.step, 3);
+    EXPECT_EQ(end.progress.skipped, 3);
+  }
+  TwoRanks longer;
+  for (const std::string& message : longer.run([](Config&) {}, spoil, kNothing)) {
+    EXPECT_NE(message.find("(5 in a row)"), std::string::npos) << message;
+  }
 }
 
 // Several buckets, a last one that is not full, a small second buffer, padding between parameters; shared out or not;

@@ -1,0 +1,31 @@
+# Sourced by the scripts here: where programs are, how ranks are started, a scratch folder that goes with the script.
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+bin=${CRAM_BIN:-$here/build/bin}
+for program in cram_data cram_train cram_bench; do
+  [ -x "$bin/$program" ] || { echo "bench: $bin/$program is not built: cmake --preset release && cmake --build --preset release" >&2; exit 2; }
+done
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+if [ "$(id -u)" -eq 0 ]; then export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; fi
+# More ranks than processors: who waits must let the others run.
+export OMPI_MCA_mpi_yield_when_idle=1 OMP_NUM_THREADS=1
+
+# on_ranks N PROGRAM ARGS...
+on_ranks() {
+  local ranks=$1 program=$2
+  shift 2
+  if [ "$ranks" -eq 1 ]; then "$bin/$program" "$@"; else mpirun --oversubscribe --bind-to none -n "$ranks" "$bin/$program" "$@"; fi
+}
+
+# shards_from TEXT FOLDER VOCABULARY LENGTH: real text as rows.
+shards_from() {
+  "$bin/cram_data" tokenizer --input "$1" --output "$2-tokenizer" --vocab-size "$3" > "$scratch/tokenizer.log" ||
+    { cat "$scratch/tokenizer.log" >&2; exit 1; }
+  "$bin/cram_data" pack --input "$1" --tokenizer "$2-tokenizer" --output "$2" --seq-length "$4" > "$scratch/pack.log" ||
+    { cat "$scratch/pack.log" >&2; exit 1; }
+}
+
+# figure LINE KEY: the value of KEY=... in a RESULT line.
+figure() { sed -n "s/.*[ ]$2=\([^ ]*\).*/\1/p" <<< "$1"; }
+larger() { awk -v a="$1" -v b="$2" 'BEGIN { print (b > a) ? b : a }'; }

@@ -1,0 +1,30 @@
+#include "apps/bench/bench.h"
+
+#include <algorithm>
+#include <chrono>
+
+namespace cram {
+
+const std::vector<Bench>& benches() {
+  static const std::vector<Bench> table = {
+      {"parallel", "a step's computing, hidden and exposed communication, and the efficiency of more data ranks",
+       bench_parallel},
+      {"pipeline", "bubbles of 1F1B and interleaved schedules against their formulas (mpirun -n STAGES)",
+       bench_pipeline},
+      {"compare", "RUN RUN: differences of losses, gradient norms and weights; bytes sent against the formulas",
+       bench_compare},
+  };
+  return table;
+}
+
+double bench_now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+}  // namespace cram

@@ -1,0 +1,53 @@
+// The measurements of cram_bench: one file and one table row each. They print a table for a person and end with a
+// RESULT line (or, with --json, one JSON object); they assert nothing.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/options.h"
+#include "parallel/communicator.h"
+#include "parallel/launch.h"
+#include "train/train_config.h"
+
+namespace cram {
+
+/// What a measurement found: figures in the order they are printed.
+class BenchResult {
+ public:
+  void add(const std::string& name, double value) { figures_.emplace_back(name, value); }
+  [[nodiscard]] const std::vector<std::pair<std::string, double>>& figures() const { return figures_; }
+
+ private:
+  std::vector<std::pair<std::string, double>> figures_;
+};
+
+struct BenchContext {
+  Config& config;
+  OptionTable& options;
+  const Launch& launch;
+  Communicator& world;
+  std::vector<std::string> paths;  ///< bare arguments that are no settings
+};
+
+struct Bench {
+  const char* name;
+  const char* help;
+  BenchResult (*run)(BenchContext&);
+};
+
+/// Every measurement there is.
+[[nodiscard]] const std::vector<Bench>& benches();
+
+[[nodiscard]] BenchResult bench_pipeline(BenchContext& context);
+[[nodiscard]] BenchResult bench_parallel(BenchContext& context);
+[[nodiscard]] BenchResult bench_compare(BenchContext& context);
+
+/// Seconds of a steady clock.
+[[nodiscard]] double bench_now_s();
+/// The middle one of an odd number of values, the upper middle one otherwise.
+[[nodiscard]] double median(std::vector<double> values);
+
+}  // namespace cram

@@ -1,0 +1,147 @@
+// Where a step's time goes with several data ranks: computing, communication that hides behind it, communication that
+// does not; and what these parts say about other numbers of ranks.
+#include <ATen/core/grad_mode.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "apps/bench/bench.h"
+#include "apps/bench/synthetic.h"
+#include "base/log.h"
+#include "parallel/agreement.h"
+#include "train/device.h"
+#include "train/micro_steps.h"
+#include "train/optimizer.h"
+
+namespace cram {
+namespace {
+
+double longest(Communicator& world, double seconds) {
+  const at::Tensor value = at::full({1}, seconds, at::kDouble);
+  world.all_reduce_(value, ReduceOp::kMax);
+  return value.item<double>();
+}
+
+}  // namespace
+
+BenchResult bench_parallel(BenchContext& context) {
+  const at::NoGradGuard no_grad;
+  Communicator& world = context.world;
+  Config& config = context.config;
+  const Layout layout =
+      layout_for(world.size(), static_cast<int>(config.parallel.tensor), static_cast<int>(config.parallel.pipeline));
+  CRAM_CHECK(layout.data >= 2, ExitCode::kUsage, "cram_bench parallel measures data ranks, layout ", layout.text(),
+             " has ", layout.data, ": start it with mpirun -n 2 or more");
+  prepare_synthetic(config, layout);
+  const DeviceChoice choice = choose_device(
+      config, std::max(1, available_processors(false) / context.launch.local_size), context.launch.local_rank);
+  const Mesh mesh(world, layout);
+  ParameterStore store;
+  Encoder encoder(config.model, store, make_placement(config, mesh));
+  Partition partition;
+  if (config.parallel.zero > 0) partition = {mesh.place().dp_rank, layout.data};
+  store.allocate(choice.precision, choice.device, true, partition);
+  store.initialize(0);
+  const std::int64_t micro_batches = config.train.batch_size / (config.train.micro_batch_size * layout.data);
+  SyntheticBatches batches(config, mesh.place().dp_rank);
+  Optimizer optimizer(store, {}, mesh);
+
+  struct Parts {
+    double step_s = 0, exposed_s = 0, optimizer_s = 0;
+  };
+  // Steps with the exchange overlapped, after the last micro-batch, and without any.
+  enum class Exchange { kOverlapped, kAfterwards, kNone };
+  const auto steps = [&](Exchange exchange) {
+    GradSync sync = make_grad_sync(store, mesh, exchange == Exchange::kOverlapped);
+    MicroSteps micro_steps(encoder, store, sync, mesh, config, [&] { return batches.next(); });
+    std::vector<double> step_s, exposed_s, optimizer_s;
+    for (int step = 1; step <= 5; ++step) {
+      world.barrier();
+      const double from_s = bench_now_s();
+      micro_steps.begin_batch(step, 0);
+      const std::int64_t per_flush = micro_steps.per_flush(micro_batches);
+      for (std::int64_t done = 0; done < micro_batches; done += per_flush) {
+        micro_steps.run(per_flush, exchange != Exchange::kNone && done + per_flush == micro_batches);
+      }
+      const double computed_s = bench_now_s();
+      if (exchange != Exchange::kNone) sync.finish();
+      const double exchanged_s = bench_now_s();
+      optimizer.update(step, 1e-4, 1e-6);
+      const double updated_s = bench_now_s();
+      if (step == 1) continue;  // memory is fresh
+      step_s.push_back(longest(world, updated_s - from_s));
+      exposed_s.push_back(longest(world, exchanged_s - computed_s));
+      optimizer_s.push_back(longest(world, updated_s - exchanged_s));
+    }
+    return Parts{median(step_s), median(exposed_s), median(optimizer_s)};
+  };
+  const Parts none = steps(Exchange::kNone);
+  const Parts afterwards = steps(Exchange::kAfterwards);
+  const Parts overlapped = steps(Exchange::kOverlapped);
+
+  // The exchange alone: latency from one small bucket, bandwidth from a large one.
+  const auto exchange_s = [&](std::int64_t elements) {
+    const at::Tensor bucket = at::zeros({elements}, at::TensorOptions().dtype(at::kFloat).device(choice.device));
+    std::vector<double> seconds;
+    for (int repeat = 0; repeat < 7; ++repeat) {
+      world.barrier();
+      const double from_s = bench_now_s();
+      mesh.data().all_reduce_(bucket);
+      seconds.push_back(longest(world, bench_now_s() - from_s));
+    }
+    return median(seconds);
+  };
+  const double latency_s = exchange_s(64);
+  const double bucket_s = exchange_s(kBucketElements);
+  double gradient_bytes = 0, buckets = 0;
+  for (const FlatBuffers& b : store.buffers()) {
+    gradient_bytes += static_cast<double>(b.grad.nbytes());
+    buckets += static_cast<double>(b.buckets.size());
+  }
+  const double d = layout.data;
+  const double bytes_per_s = 4.0 * static_cast<double>(kBucketElements) * 2 * (d - 1) / d / bucket_s;
+  const double hidden_s = std::max(0.0, afterwards.step_s - overlapped.step_s);
+
+  say("layout ", layout.text(), ", ", micro_batches, " micro-batches of ", config.train.micro_batch_size,
+      " a rank; medians of 4 steps, slowest rank");
+  const auto row = [](const char* what, double seconds) {
+    char line[128];
+    std::snprintf(line, sizeof line, "  %-46s %9.2f ms", what, 1e3 * seconds);
+    say(line);
+  };
+  row("step without exchange (computing, optimizer)", none.step_s);
+  row("step, exchange after the last micro-batch", afterwards.step_s);
+  row("step, exchange overlapped", overlapped.step_s);
+  row("exchange exposed when done afterwards", afterwards.exposed_s);
+  row("exchange exposed when overlapped", overlapped.exposed_s);
+  row("exchange hidden by overlapping", hidden_s);
+  row("optimizer", none.optimizer_s);
+  row("one bucket of 16 MiB", bucket_s);
+  // T(d) = computing + what of the exchange the last backward pass cannot hide. Ring: 2(d-1)/d of the bytes and 2(d-1)
+  // latencies a bucket. The measured share that was hidden here stands for what can be hidden.
+  const double can_hide = afterwards.exposed_s > 0 ? std::clamp(hidden_s / afterwards.exposed_s, 0.0, 1.0) : 0;
+  say("model: ", format_double(std::round(gradient_bytes / 1e4) / 100), " MB of gradients, ",
+      format_double(std::round(bytes_per_s / 1e7) / 100), " GB/s, ", format_double(std::round(latency_s * 1e7) / 10),
+      " us a message, ", format_double(std::round(can_hide * 100)), " % hidden");
+  say("   dp  exchange ms  exposed ms  step ms  efficiency");
+  BenchResult result;
+  for (int ranks = 1; ranks <= 64; ranks *= 2) {
+    const double ring = ranks - 1.0;
+    const double total_s = gradient_bytes * 2 * ring / ranks / bytes_per_s + buckets * 2 * ring * latency_s / 2;
+    const double exposed_s = (1 - can_hide) * total_s;
+    const double efficiency = none.step_s / (none.step_s + exposed_s);
+    char line[128];
+    std::snprintf(line, sizeof line, "  %3d  %11.2f  %10.2f  %7.2f  %9.1f %%", ranks, 1e3 * total_s, 1e3 * exposed_s,
+                  1e3 * (none.step_s + exposed_s), 100 * efficiency);
+    say(line);
+    if (ranks == 2 || ranks == 64) result.add("efficiency_dp" + std::to_string(ranks), efficiency);
+  }
+  result.add("compute_ms", 1e3 * none.step_s);
+  result.add("exposed_ms", 1e3 * overlapped.exposed_s);
+  result.add("overlapped_ms", 1e3 * hidden_s);
+  result.add("bandwidth_GBps", bytes_per_s / 1e9);
+  return result;
+}
+
+}  // namespace cram

@@ -1,0 +1,93 @@
+// cram_bench: measurements of this program on this machine. `cram_bench NAME [section.key=value ...]`
+#include <malloc.h>
+
+#include <cstdio>
+
+#include "apps/bench/bench.h"
+#include "apps/program.h"
+#include "base/log.h"
+#include "base/version.h"
+#include "parallel/mpi_environment.h"
+
+namespace cram {
+namespace {
+
+std::string help_of_benches() {
+  std::string text = "measurements:\n";
+  for (const Bench& bench : benches()) text += concat("  ", bench.name, "\n      ", bench.help, "\n");
+  return text;
+}
+
+void print_result(const BenchResult& result, bool as_json) {
+  std::string text = as_json ? "{" : "RESULT";
+  for (const auto& [name, value] : result.figures()) {
+    if (as_json) {
+      text += concat(text.size() > 1 ? "," : "", "\"", name, "\":", format_double17(value));
+    } else {
+      char number[32];
+      std::snprintf(number, sizeof number, "%.6g", value);
+      text += concat(" ", name, "=", number);
+    }
+  }
+  std::printf("%s%s\n", text.c_str(), as_json ? "}" : "");
+}
+
+int run(int argc, char** argv) {
+  CommandLine command("cram_bench",
+                      {{"config", "TOML file with options", true}, {"json", "print figures as JSON only"}}, argc, argv);
+  Config config;
+  OptionTable options;
+  add_train_options(options, config);
+  if (command.has("help")) {
+    std::fputs(command.help("cram_bench NAME [section.key=value ...]", help_of_benches()).c_str(), stdout);
+    return 0;
+  }
+  if (command.has("version")) {
+    std::puts(version_line("cram_bench").c_str());
+    return 0;
+  }
+  CRAM_CHECK(!command.arguments().empty(), ExitCode::kUsage, "which measurement?\n", help_of_benches());
+  const std::string& name = command.arguments()[0];
+  const Bench* chosen = nullptr;
+  for (const Bench& bench : benches()) {
+    if (name == bench.name) chosen = &bench;
+  }
+  CRAM_CHECK(chosen != nullptr, ExitCode::kUsage, "no measurement is called ", name, "\n", help_of_benches());
+  if (command.has("config")) options.load_toml_file(command.value("config"));
+  std::vector<std::string> paths;
+  for (std::size_t i = 1; i < command.arguments().size(); ++i) {
+    const std::string& argument = command.arguments()[i];
+    if (argument.find('=') == std::string::npos) {
+      paths.push_back(argument);
+    } else {
+      options.apply_override(argument);
+    }
+  }
+  const Launch launch = detect_launch();
+  configure_log({.rank = launch.rank, .world_size = launch.world_size, .says = !command.has("json")});
+  const MpiEnvironment mpi(launch, &argc, &argv);
+  return guarded_main(
+      "cram_bench",
+      [&] {
+        const std::unique_ptr<Communicator> world =
+            launch.world_size > 1 ? make_mpi_communicator() : make_self_communicator();
+        BenchContext context{config, options, launch, *world, paths};
+        const BenchResult result = chosen->run(context);
+        if (world->rank() == 0) print_result(result, command.has("json"));
+        return 0;
+      },
+      [&](int exit_code) {
+        if (launch.world_size > 1) mpi.abort(exit_code);
+      });
+}
+
+}  // namespace
+}  // namespace cram
+
+int main(int argc, char** argv) {
+  // As in training: memory that was freed stays with the process.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_TOP_PAD, 64 << 20);
+  return cram::guarded_main("cram_bench", [&] { return cram::run(argc, argv); });
+}
