@@ -1,6 +1,7 @@
 // Multi-head self-attention without bias and without mask (pretraining blocks are full). Tensor ranks share the heads.
 #pragma once
 
+#include "model/kernels/kernels.h"
 #include "model/linear.h"
 #include "model/model_config.h"
 
@@ -10,8 +11,8 @@ class SelfAttention {
  public:
   struct Saved {
     Linear::Saved query_key_value, dense;
-    at::Tensor q, k, v;  // [B*heads,S,d]
-    at::Tensor p;        // [B*heads,S,S] attention probabilities; undefined when they are recomputed
+    kernels::AttentionSaved core;
+    std::int64_t batch = 0;
   };
 
   /// `name`.self_attention.query_key_value.weight [3H,H], rows grouped per head (q, k, v), and `name`.dense.weight
@@ -25,8 +26,7 @@ class SelfAttention {
   [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;
 
  private:
-  [[nodiscard]] at::Tensor probabilities(const at::Tensor& q, const at::Tensor& k) const;
-  std::int64_t heads_, head_dim_;  // heads of this rank
+  std::int64_t heads_;  // of this rank
   bool recompute_;
   std::unique_ptr<Linear> query_key_value_, dense_;
 };

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "base/profile.h"
 
 namespace cram {
 namespace {
@@ -48,10 +49,10 @@ at::Tensor EncoderLayer::compute(const at::Tensor& x, const MicroBatch& batch, S
   const at::Tensor attended =
       attention_.forward(norm1_.forward(x, saved ? &saved->norm1 : nullptr), rows, saved ? &saved->attention : nullptr);
   dropout_(attended, batch.dropout, index_, DropoutSite::kAttention, first_row);
-  attended.add_(x);
-  const at::Tensor y =
-      ffn_.forward(norm2_.forward(attended, saved ? &saved->norm2 : nullptr), saved ? &saved->ffn : nullptr);
+  const at::Tensor normed = norm2_.add_forward_(attended, x, saved ? &saved->norm2 : nullptr);
+  const at::Tensor y = ffn_.forward(normed, saved ? &saved->ffn : nullptr);
   dropout_(y, batch.dropout, index_, DropoutSite::kFfn, first_row);
+  const Timed timed(Section::kElementwise);
   return y.add_(attended);
 }
 
@@ -68,10 +69,9 @@ at::Tensor EncoderLayer::backward(const at::Tensor& dy, const MicroBatch& batch,
     return masked;
   };
   const at::Tensor d_attended =
-      norm2_.backward(ffn_.backward(through(dy, DropoutSite::kFfn), saved.ffn), saved.norm2).add_(dy);
-  return norm1_
-      .backward(attention_.backward(through(d_attended, DropoutSite::kAttention), saved.attention), saved.norm1)
-      .add_(d_attended);
+      norm2_.backward(ffn_.backward(through(dy, DropoutSite::kFfn), saved.ffn), saved.norm2, dy);
+  return norm1_.backward(attention_.backward(through(d_attended, DropoutSite::kAttention), saved.attention),
+                         saved.norm1, d_attended);
 }
 
 Encoder::Encoder(const ModelConfig& config, ParameterStore& store, const Placement& placement)
@@ -133,6 +133,7 @@ at::Tensor Encoder::forward_block(int block, const MicroBatch& batch, const at::
   const Part& part = part_of(block);
   at::Tensor x = input;
   if (block == 0) {
+    const Timed timed(Section::kEmbedding);
     x = embedding_->forward(batch.ids, &saved.embedding);
     dropout_(x, batch.dropout, -1, DropoutSite::kEmbedding, place_.tensor.first_row(x.size(0)));
   }
@@ -140,6 +141,7 @@ at::Tensor Encoder::forward_block(int block, const MicroBatch& batch, const at::
   for (std::size_t i = 0; i < part.layers.size(); ++i) x = part.layers[i]->forward(x, batch, &saved.layers[i]);
   if (block + 1 < blocks()) return x;
   saved.d_logits = head_->logits(x, batch.positions, &saved.head);  // [M,R]
+  const Timed timed(Section::kLoss);
   saved.loss_sum = vocabulary_cross_entropy_(saved.d_logits, batch.labels, /*write_gradient=*/true, vocabulary_,
                                              place_.tensor.group())
                        .loss_sum;
@@ -170,7 +172,10 @@ at::Tensor Encoder::backward_block(int block, const MicroBatch& batch, const at:
     dx = dx.clone();
     dropout_(dx, batch.dropout, -1, DropoutSite::kEmbedding, place_.tensor.first_row(dx.size(0)));
   }
-  embedding_->backward(dx, saved.embedding);
+  {
+    const Timed timed(Section::kEmbedding);
+    embedding_->backward(dx, saved.embedding);
+  }
   report(embedding_params_);
   return {};
 }

@@ -2,6 +2,7 @@
 
 #include <torch/types.h>
 
+#include "base/profile.h"
 #include "model/kernels/kernels.h"
 
 namespace cram {
@@ -17,12 +18,22 @@ GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, Parameter
 at::Tensor GatedFfn::forward(const at::Tensor& x, Saved* saved) const {
   const at::Tensor u = dense_in_->forward(x, saved ? &saved->dense_in : nullptr);
   if (saved != nullptr) saved->u = u;
-  return dense_out_->forward(kernels::geglu(u), saved ? &saved->dense_out : nullptr);
+  at::Tensor gated;
+  {
+    const Timed timed(Section::kElementwise);
+    gated = kernels::geglu(u);
+  }
+  return dense_out_->forward(gated, saved ? &saved->dense_out : nullptr);
 }
 
 at::Tensor GatedFfn::backward(const at::Tensor& dy, const Saved& saved) const {
   const at::Tensor d_g = dense_out_->backward(dy, saved.dense_out);
-  return dense_in_->backward(kernels::geglu_backward(d_g, saved.u), saved.dense_in);
+  at::Tensor d_u;
+  {
+    const Timed timed(Section::kElementwise);
+    d_u = kernels::geglu_backward(d_g, saved.u);
+  }
+  return dense_in_->backward(d_u, saved.dense_in);
 }
 
 }  // namespace cram

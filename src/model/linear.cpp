@@ -3,9 +3,16 @@
 #include <torch/types.h>
 
 #include "base/check.h"
+#include "base/profile.h"
+#include "model/kernels/kernels.h"
 
 namespace cram {
 namespace {
+
+at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
+  const Timed timed(Section::kGemm);
+  return at::mm(a, b);
+}
 
 enum class Cut { kNone, kOutput, kInput };
 
@@ -35,13 +42,13 @@ class DenseLinear final : public Linear {
   at::Tensor forward(const at::Tensor& x, Saved* saved) const override {
     const at::Tensor whole = cut_ == Cut::kOutput ? tensor_.enter(x) : x;
     if (saved != nullptr) saved->x = whole;
-    const at::Tensor y = at::mm(whole, store_.weight(weight_).t());
+    const at::Tensor y = product(whole, store_.weight(weight_).t());
     return cut_ == Cut::kInput ? tensor_.leave_(y) : y;
   }
 
   at::Tensor backward(const at::Tensor& dy, const Saved& saved) const override {
     const at::Tensor whole = cut_ == Cut::kInput ? tensor_.leave_backward(dy) : dy;
-    const at::Tensor dx = at::mm(whole, store_.weight(weight_));
+    const at::Tensor dx = product(whole, store_.weight(weight_));
     if (cut_ != Cut::kOutput) {
       accumulate_weight_grad(store_.grad(weight_), whole, saved.x);
       return dx;
@@ -91,11 +98,12 @@ std::unique_ptr<Linear> make_linear(const std::string& structure, const std::str
 }
 
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x) {
+  const Timed timed(Section::kGemm);
   if (grad.scalar_type() == x.scalar_type()) {
     at::Tensor target = grad;
     at::addmm_out(target, grad, dy.t(), x);
   } else {
-    grad.add_(at::mm(dy.t(), x));  // bf16 product, fp32 sum
+    kernels::add_to_(grad, at::mm(dy.t(), x));  // bf16 product, fp32 sum
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <torch/types.h>
 
+#include "base/profile.h"
 #include "model/linear.h"
 
 namespace cram {
@@ -19,11 +20,16 @@ at::Tensor MlmHead::logits(const at::Tensor& hidden, const at::Tensor& positions
   saved->positions = positions;
   saved->rows = whole.size(0);
   saved->normed = final_norm_.forward(picked, &saved->norm);
+  const Timed timed(Section::kGemm);
   return at::mm(saved->normed, store_.weight(tied_embedding_).t());
 }
 
 at::Tensor MlmHead::backward(const at::Tensor& d_logits, const Saved& saved) const {
-  const at::Tensor d_normed = at::mm(d_logits, store_.weight(tied_embedding_));  // [M,H], this rank's part
+  at::Tensor d_normed;  // [M,H], this rank's part
+  {
+    const Timed timed(Section::kGemm);
+    d_normed = at::mm(d_logits, store_.weight(tied_embedding_));
+  }
   Work sum = tensor_.group().all_reduce_async_(d_normed);
   accumulate_weight_grad(store_.grad(tied_embedding_), d_logits, saved.normed);
   sum.wait();

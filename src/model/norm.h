@@ -22,10 +22,14 @@ class LayerNorm {
 
   /// x [N,H] -> [N,H]; fills `saved` when given (training).
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, Saved* saved) const;
-  /// dy [N,H] -> dx [N,H]; adds to the parameters' gradients.
-  [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;
+  /// x += branch in place, then forward of the sum.
+  [[nodiscard]] at::Tensor add_forward_(const at::Tensor& x, const at::Tensor& branch, Saved* saved) const;
+  /// dy [N,H] -> dx [N,H], plus `residual` where defined; adds to the parameters' gradients.
+  [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved,
+                                    const at::Tensor& residual = at::Tensor()) const;
 
  private:
+  [[nodiscard]] static at::Tensor keep(const at::Tensor& x, kernels::NormOutput out, Saved* saved);
   const ParameterStore& store_;
   ParamId weight_, bias_;
 };

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/profile.h"
+
 namespace cram {
 namespace {
 
@@ -96,6 +98,7 @@ void gather_working(const FlatBuffers& b, Communicator& data, std::vector<Work>&
 double clip_factor(double norm, double clip) { return clip <= 0 ? 1.0 : std::min(1.0, clip / (norm + 1e-6)); }
 
 double Optimizer::grad_norm() const {
+  const Timed timed(Section::kOptimizer);
   const MeshCoordinates& place = mesh_.place();
   const at::Tensor total = at::zeros({1}, at::kDouble);
   for (const FlatBuffers& b : store_.buffers()) {
@@ -108,6 +111,7 @@ double Optimizer::grad_norm() const {
 }
 
 void Optimizer::update(std::int64_t step, double lr, double grad_scale) {
+  const Timed timed(Section::kOptimizer);
   std::vector<Work> gathering;
   for (FlatBuffers& b : store_.buffers()) {
     const AdamWStep one{.lr = lr,

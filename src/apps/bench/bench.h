@@ -41,6 +41,10 @@ struct Bench {
 /// Every measurement there is.
 [[nodiscard]] const std::vector<Bench>& benches();
 
+[[nodiscard]] BenchResult bench_step(BenchContext& context);
+[[nodiscard]] BenchResult bench_gemm(BenchContext& context);
+[[nodiscard]] BenchResult bench_kernels(BenchContext& context);
+[[nodiscard]] BenchResult bench_loader(BenchContext& context);
 [[nodiscard]] BenchResult bench_pipeline(BenchContext& context);
 [[nodiscard]] BenchResult bench_parallel(BenchContext& context);
 [[nodiscard]] BenchResult bench_compare(BenchContext& context);

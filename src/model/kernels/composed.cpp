@@ -1,10 +1,11 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "model/kernels/kernels.h"
 
-namespace cram::kernels {
+namespace cram::kernels::composed {
 namespace {
 
 // CUDA's layer norm wants one dtype; the CPU's takes a bf16 input with fp32 weights.
@@ -24,12 +25,12 @@ NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
 
 at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
                                const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& weight_grad,
-                               const at::Tensor& bias_grad) {
+                               const at::Tensor& bias_grad, const at::Tensor& residual) {
   auto [dx, dweight, dbias] = at::native_layer_norm_backward(
       dy, x, {x.size(-1)}, saved.mean, saved.rstd, weight_for(x, weight), weight_for(x, bias), {true, true, true});
   weight_grad.add_(dweight);
   bias_grad.add_(dbias);
-  return dx;
+  return residual.defined() ? dx.add_(residual) : dx;
 }
 
 at::Tensor geglu(const at::Tensor& u) {
@@ -49,10 +50,57 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
   return du;
 }
 
-void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& d_rows, std::int64_t skip_id) {
-  // Rows of the skipped id are zeroed rather than removed: no data-dependent shape, so no host synchronisation.
-  const at::Tensor kept = d_rows.to(grad.scalar_type()) * ids.ne(skip_id).unsqueeze(1);
-  grad.index_add_(0, ids.clamp_min(0), kept);
+namespace {
+
+// [N,3*heads*d] = [B,S,heads,3,d] -> [3,B*heads,S,d]: the rows of the weight are grouped per head.
+at::Tensor split_heads(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads) {
+  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
+  return qkv.view({batch, seq, heads, 3, head_dim})
+      .permute({3, 0, 2, 1, 4})
+      .contiguous()
+      .view({3, batch * heads, seq, head_dim});
+}
+
+at::Tensor attention_probabilities(const at::Tensor& q, const at::Tensor& k) {
+  const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).mul_(1 / std::sqrt(static_cast<double>(q.size(2))));
+  return at::softmax(scores, -1);  // [B*heads,S,S]
+}
+
+}  // namespace
+
+at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
+                     AttentionSaved* saved) {
+  const at::Tensor split = split_heads(qkv, batch, heads);
+  const std::int64_t seq = split.size(2), head_dim = split.size(3);
+  const at::Tensor p = attention_probabilities(split[0], split[1]);
+  if (saved != nullptr) {
+    saved->split = split;
+    if (keep_probabilities) saved->probabilities = p;
+  }
+  return at::bmm(p, split[2])
+      .view({batch, heads, seq, head_dim})
+      .transpose(1, 2)
+      .reshape({batch * seq, heads * head_dim});
+}
+
+at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+                              const AttentionSaved& saved) {
+  const at::Tensor q = saved.split[0], k = saved.split[1], v = saved.split[2];  // [B*heads,S,d]
+  const std::int64_t seq = q.size(1), head_dim = q.size(2);
+  const at::Tensor p = saved.probabilities.defined() ? saved.probabilities : attention_probabilities(q, k);
+  const at::Tensor d_heads =
+      d_context.view({batch, seq, heads, head_dim}).transpose(1, 2).reshape({batch * heads, seq, head_dim});
+  const at::Tensor d_p = at::bmm(d_heads, v.transpose(1, 2));
+  const at::Tensor d_scores =
+      at::_softmax_backward_data(d_p, p, -1, p.scalar_type()).mul_(1 / std::sqrt(static_cast<double>(head_dim)));
+  const at::Tensor d_split = at::empty_like(saved.split);
+  at::Tensor d_q = d_split[0], d_k = d_split[1], d_v = d_split[2];
+  at::bmm_out(d_q, d_scores, k);
+  at::bmm_out(d_k, d_scores.transpose(1, 2), q);
+  at::bmm_out(d_v, p.transpose(1, 2), d_heads);
+  return d_split.view({3, batch, heads, seq, head_dim})
+      .permute({1, 3, 2, 0, 4})
+      .reshape({batch * seq, 3 * heads * head_dim});
 }
 
 CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient) {
@@ -79,4 +127,4 @@ CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, 
   return out;
 }
 
-}  // namespace cram::kernels
+}  // namespace cram::kernels::composed

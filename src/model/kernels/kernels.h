@@ -1,10 +1,14 @@
-// The operations of the encoder that are not matrix products. One declaration an operation; composed.cpp builds each
-// from ATen operators, for every device and dtype: the oracle of any fused version.
+// The operations of the encoder that are not matrix products: one declaration an operation. On bf16 CPU tensors of a
+// processor with AVX512-BF16 they are fused kernels (fused.cpp, avx512.cpp); everywhere else, and as the oracle of
+// those, the compositions of ATen operators in namespace `composed`, for every device and dtype. The choice depends on
+// device, dtype, sizes and instruction set alone.
 //
 // Legend: N rows (B*S tokens), H hidden, F rows of dense_in, M masked positions, V vocabulary.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
 
 namespace cram::kernels {
 
@@ -17,10 +21,36 @@ struct NormOutput {
 /// LayerNorm over the last dimension; weight and bias [H] may be wider than x.
 [[nodiscard]] NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps);
 
-/// Returns dx [N,H]; adds the weight and bias gradients to `weight_grad` and `bias_grad` [H].
+/// x += branch in place, then layer_norm of the sum.
+[[nodiscard]] NormOutput add_layer_norm_(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight,
+                                         const at::Tensor& bias, double eps);
+
+/// Returns dx [N,H], plus `residual` [N,H] where defined (the gradient that passes beside the norm); adds the weight
+/// and bias gradients to `weight_grad` and `bias_grad` [H].
 [[nodiscard]] at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
                                              const at::Tensor& weight, const at::Tensor& bias,
-                                             const at::Tensor& weight_grad, const at::Tensor& bias_grad);
+                                             const at::Tensor& weight_grad, const at::Tensor& bias_grad,
+                                             const at::Tensor& residual = at::Tensor());
+
+/// What attention keeps for its backward pass. The fused kernel keeps its input and a number a row; the composed one
+/// the split heads, and the probabilities unless they are to be made again.
+struct AttentionSaved {
+  at::Tensor qkv;            // [N,3*heads*d]
+  at::Tensor log_sum;        // [B*heads,S] fp32
+  at::Tensor split;          // [3,B*heads,S,d]
+  at::Tensor probabilities;  // [B*heads,S,S]
+};
+
+/// Self-attention of full rows: qkv [N,3*heads*d] grouped per head (q, k, v) -> context [N,heads*d]. `saved` may be
+/// null.
+[[nodiscard]] at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads,
+                                   bool keep_probabilities, AttentionSaved* saved);
+/// d_context [N,heads*d] -> d_qkv [N,3*heads*d].
+[[nodiscard]] at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+                                            const AttentionSaved& saved);
+
+/// sum += x, where the sum may be wider than x.
+void add_to_(const at::Tensor& sum, const at::Tensor& x);
 
 /// u [N,F] = (value, gate) halves; returns gelu(gate) * value [N,F/2] with the exact (erf) GELU.
 [[nodiscard]] at::Tensor geglu(const at::Tensor& u);
@@ -39,5 +69,26 @@ struct CrossEntropy {
 /// gradient of the sum, softmax - onehot: computed from the same rounded logits as the loss, in fp32 (fp64) before it
 /// is rounded to the logits' dtype. Without it they are kept, and `correct` is counted as well.
 [[nodiscard]] CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient);
+
+/// The compositions of ATen operators.
+namespace composed {
+
+[[nodiscard]] NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps);
+[[nodiscard]] at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
+                                             const at::Tensor& weight, const at::Tensor& bias,
+                                             const at::Tensor& weight_grad, const at::Tensor& bias_grad,
+                                             const at::Tensor& residual);
+[[nodiscard]] at::Tensor geglu(const at::Tensor& u);
+[[nodiscard]] at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u);
+[[nodiscard]] at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads,
+                                   bool keep_probabilities, AttentionSaved* saved);
+[[nodiscard]] at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+                                            const AttentionSaved& saved);
+[[nodiscard]] CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient);
+
+}  // namespace composed
+
+/// True when the fused kernels are used for this tensor.
+[[nodiscard]] bool uses_fused(const at::Tensor& x);
 
 }  // namespace cram::kernels

@@ -1,0 +1,98 @@
+// Fused kernels against the compositions of ATen operators on the shapes of a configuration, and against copying as
+// many bytes.
+#include <ATen/core/grad_mode.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "apps/bench/bench.h"
+#include "apps/bench/synthetic.h"
+#include "base/log.h"
+#include "model/kernels/kernels.h"
+#include "train/device.h"
+
+namespace cram {
+namespace {
+
+double median_s(const std::function<void()>& call) {
+  std::vector<double> seconds;
+  for (int i = 0; i < 10; ++i) {
+    const double from_s = bench_now_s();
+    call();
+    if (i > 1) seconds.push_back(bench_now_s() - from_s);
+  }
+  return median(seconds);
+}
+
+}  // namespace
+
+BenchResult bench_kernels(BenchContext& context) {
+  const at::NoGradGuard no_grad;
+  Config& config = context.config;
+  prepare_synthetic(config, Layout{});
+  config.train.precision = "bf16";
+  const DeviceChoice choice = choose_device(config, available_processors(false), context.launch.local_rank);
+  const ModelConfig& m = config.model;
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kBFloat16).device(choice.device);
+  const at::TensorOptions wide = options.dtype(at::kFloat);
+  const std::int64_t batch = config.train.micro_batch_size, tokens = batch * m.seq_length;
+  const std::int64_t masked = batch * masked_in_row(config);
+  const at::Tensor x = at::randn({tokens, m.hidden}, options), dy = at::randn({tokens, m.hidden}, options);
+  const at::Tensor weight = at::ones({m.hidden}, wide), bias = at::zeros({m.hidden}, wide);
+  const at::Tensor weight_grad = at::zeros({m.hidden}, wide), bias_grad = at::zeros({m.hidden}, wide);
+  const at::Tensor u = at::randn({tokens, m.ffn}, options), d_half = at::randn({tokens, m.ffn / 2}, options);
+  const at::Tensor qkv = at::randn({tokens, 3 * m.hidden}, options);
+  const at::Tensor logits = at::randn({masked, m.vocab_size}, options);
+  const at::Tensor labels = at::arange(masked, options.dtype(at::kLong)).remainder_(m.vocab_size);
+  const at::Tensor product = at::randn({m.ffn, m.hidden}, options), sum = at::zeros({m.ffn, m.hidden}, wide);
+  const auto norm = kernels::layer_norm(x, weight, bias, 1e-12);
+  kernels::AttentionSaved fused_saved, composed_saved;
+  (void)kernels::attention(qkv, batch, m.heads, true, &fused_saved);
+  (void)kernels::composed::attention(qkv, batch, m.heads, true, &composed_saved);
+  const double n = static_cast<double>(tokens * m.hidden) * 2, f = static_cast<double>(tokens * m.ffn) * 2;
+  const double v = static_cast<double>(masked * m.vocab_size) * 2;
+  struct Row {
+    const char* name;
+    double bytes;  // read and written at least
+    std::function<void()> fused, composed;
+  };
+  namespace composed = kernels::composed;
+  const std::vector<Row> rows = {
+      {"layer_norm", 2 * n, [&] { (void)kernels::layer_norm(x, weight, bias, 1e-12); },
+       [&] { (void)composed::layer_norm(x, weight, bias, 1e-12); }},
+      {"layer_norm_backward", 3 * n,
+       [&] { (void)kernels::layer_norm_backward(dy, x, norm, weight, bias, weight_grad, bias_grad); },
+       [&] { (void)composed::layer_norm_backward(dy, x, norm, weight, bias, weight_grad, bias_grad, at::Tensor()); }},
+      {"geglu", 1.5 * f, [&] { (void)kernels::geglu(u); }, [&] { (void)composed::geglu(u); }},
+      {"geglu_backward", 2.5 * f, [&] { (void)kernels::geglu_backward(d_half, u); },
+       [&] { (void)composed::geglu_backward(d_half, u); }},
+      {"attention", 4 * n, [&] { (void)kernels::attention(qkv, batch, m.heads, true, nullptr); },
+       [&] { (void)composed::attention(qkv, batch, m.heads, true, nullptr); }},
+      {"attention_backward", 7 * n, [&] { (void)kernels::attention_backward(dy, batch, m.heads, fused_saved); },
+       [&] { (void)composed::attention_backward(dy, batch, m.heads, composed_saved); }},
+      {"cross_entropy", 2 * v, [&] { (void)kernels::cross_entropy_(logits, labels, true); },
+       [&] { (void)composed::cross_entropy_(logits, labels, true); }},
+      {"add_to", static_cast<double>(sum.nbytes()) * 2.5, [&] { kernels::add_to_(sum, product); },
+       [&] { sum.add_(product); }},
+  };
+  const at::Tensor from = at::randn({tokens, m.hidden}, options), to = at::empty_like(from);
+  const double copy_bandwidth = 2 * n / median_s([&] { to.copy_(from); });
+  say(choice.reason, "; copying ", static_cast<std::int64_t>(n / 1e6),
+      " MB: ", static_cast<std::int64_t>(copy_bandwidth / 1e9), " GB/s");
+  say("  kernel               fused ms  composed ms  ratio   GB/s  of a copy's");
+  BenchResult result;
+  result.add("copy_GBps", copy_bandwidth / 1e9);
+  for (const Row& row : rows) {
+    const double fused_s = median_s(row.fused), composed_s = median_s(row.composed);
+    const double bandwidth = row.bytes / fused_s;
+    char line[128];
+    std::snprintf(line, sizeof line, "  %-20s %8.3f  %11.3f  %5.2f  %5.1f  %9.0f %%", row.name, 1e3 * fused_s,
+                  1e3 * composed_s, composed_s / fused_s, bandwidth / 1e9, 100 * bandwidth / copy_bandwidth);
+    say(line);
+    result.add(std::string(row.name) + "_ratio", composed_s / fused_s);
+  }
+  return result;
+}
+
+}  // namespace cram

@@ -1,0 +1,428 @@
+#include "model/kernels/avx512.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace cram::kernels::avx512 {
+namespace {
+
+constexpr std::int64_t kLanes = 16;
+
+__mmask16 lanes_left(std::int64_t count) {
+  return count >= kLanes ? static_cast<__mmask16>(0xFFFF) : static_cast<__mmask16>((1U << count) - 1);
+}
+
+__m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+__m512 load(const bf16* p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
+__m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
+void store(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+void store(bf16* p, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(p, mask, narrow(x)); }
+
+// e^x by 2^n * e^r, |r| <= ln2/2, polynomial of Cephes' expf (Moshier 1989): 2 units in the last place.
+__m512 exp512(__m512 x) {
+  x = _mm512_max_ps(x, _mm512_set1_ps(-87.0F));
+  x = _mm512_min_ps(x, _mm512_set1_ps(88.0F));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504F)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375F), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4F), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4F);
+  for (const float c : {1.3981999507e-3F, 8.3334519073e-3F, 4.1665795894e-2F, 1.6666665459e-1F, 5.0000001201e-1F}) {
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  }
+  const __m512 e = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(r, r), r), _mm512_set1_ps(1.0F));
+  return _mm512_scalef_ps(e, n);
+}
+
+// erf as an odd rational function where it is not +-1 in fp32 yet. Coefficients are a minimax fit widely used for fp32
+// erf; the test compares every bf16 input with std::erf.
+__m512 erf512(__m512 x) {
+  const __m512 end = _mm512_set1_ps(3.832506856900711F);
+  const __m512 one = _mm512_set1_ps(1.0F);
+  const __mmask16 above = _mm512_cmp_ps_mask(x, end, _CMP_GT_OQ);
+  const __mmask16 below = _mm512_cmp_ps_mask(x, _mm512_sub_ps(_mm512_setzero_ps(), end), _CMP_LT_OQ);
+  const __m512 s = _mm512_mul_ps(x, x);
+  __m512 p = _mm512_set1_ps(-2.72614225801306e-10F);
+  for (const float c : {2.77068142495902e-08F, -2.10102402082508e-06F, -5.69250639462346e-05F, -7.34990630326855e-04F,
+                        -2.95459980854025e-03F, -1.60960333262415e-02F}) {
+    p = _mm512_fmadd_ps(p, s, _mm512_set1_ps(c));
+  }
+  __m512 q = _mm512_set1_ps(-1.45660718464996e-05F);
+  for (const float c :
+       {-2.13374055278905e-04F, -1.68282697438203e-03F, -7.37332916720468e-03F, -1.42647390514189e-02F}) {
+    q = _mm512_fmadd_ps(q, s, _mm512_set1_ps(c));
+  }
+  const __m512 inside = _mm512_div_ps(_mm512_mul_ps(x, p), q);
+  return _mm512_mask_mov_ps(_mm512_mask_mov_ps(inside, above, one), below, _mm512_sub_ps(_mm512_setzero_ps(), one));
+}
+
+// Distribution function of the normal distribution.
+__m512 normal_cdf(__m512 x) {
+  const __m512 half = _mm512_set1_ps(0.5F);
+  return _mm512_fmadd_ps(half, erf512(_mm512_mul_ps(x, _mm512_set1_ps(0.70710678F))), half);
+}
+
+// ---- small matrix products: C[4 x 16*nv] = A[4 x K] B[K x 16*nv], K in pairs
+
+// B as pairs of rows: [K/2][ldb] of two bf16 each. A's pair (i, kp) is at a[i * row_step + kp * pair_step].
+template <int kVectors>
+void multiply_4(const std::uint32_t* a, std::int64_t row_step, std::int64_t pair_step, const std::uint32_t* b,
+                std::int64_t ldb, std::int64_t pairs, __m512 (&c)[4][kVectors]) {
+  for (auto& row : c) {
+    for (__m512& value : row) value = _mm512_setzero_ps();
+  }
+  for (std::int64_t kp = 0; kp < pairs; ++kp) {
+    __m512i av[4];
+    for (int i = 0; i < 4; ++i) av[i] = _mm512_set1_epi32(static_cast<int>(a[i * row_step + kp * pair_step]));
+    for (int j = 0; j < kVectors; ++j) {
+      const __m512i bv = _mm512_loadu_si512(b + kp * ldb + j * kLanes);
+      for (int i = 0; i < 4; ++i) {
+        c[i][j] = _mm512_dpbf16_ps(c[i][j], reinterpret_cast<__m512bh>(av[i]), reinterpret_cast<__m512bh>(bv));
+      }
+    }
+  }
+}
+
+// Calls body(first column, vectors, c) for 4 rows of C, up to 64 columns at a time.
+template <class Body>
+void for_columns(const std::uint32_t* a, std::int64_t row_step, std::int64_t pair_step, const std::uint32_t* b,
+                 std::int64_t columns, std::int64_t pairs, const Body& body) {
+  std::int64_t column = 0;
+  for (; column + 64 <= columns; column += 64) {
+    __m512 c[4][4];
+    multiply_4<4>(a, row_step, pair_step, b + column, columns, pairs, c);
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 4; ++j) body(i, column + j * kLanes, c[i][j]);
+    }
+  }
+  for (; column < columns; column += kLanes) {
+    __m512 c[4][1];
+    multiply_4<1>(a, row_step, pair_step, b + column, columns, pairs, c);
+    for (int i = 0; i < 4; ++i) body(i, column, c[i][0]);
+  }
+}
+
+// out[d/2][rows]: pairs of neighbouring columns of x [rows][d], transposed as 32-bit units. The B of x's transpose.
+void pack_transposed(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t d, std::uint32_t* out) {
+  const __m512i index = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                           _mm512_set1_epi32(static_cast<int>(stride * 2)));
+  for (std::int64_t r = 0; r < rows; r += kLanes) {
+    const bf16* block = x + r * stride;
+    for (std::int64_t kp = 0; kp < d / 2; ++kp) {
+      _mm512_storeu_si512(out + kp * rows + r, _mm512_i32gather_epi32(index, block + 2 * kp, 1));
+    }
+  }
+}
+
+// out[rows/2][d]: pairs of neighbouring rows of x [rows][d]. The B of x itself.
+void pack_row_pairs(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t d, std::uint32_t* out) {
+  for (std::int64_t r = 0; r < rows; r += 2) {
+    const bf16* even = x + r * stride;
+    const bf16* odd = even + stride;
+    for (std::int64_t c = 0; c < d; c += kLanes) {
+      const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + c)));
+      const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + c)));
+      _mm512_storeu_si512(out + r / 2 * d + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+}
+
+// Two rows of fp32 as row pairs of bf16.
+void store_pair(std::uint32_t* out, __m512 even, __m512 odd) {
+  const __m512i low = _mm512_cvtepu16_epi32(narrow(even));
+  const __m512i high = _mm512_cvtepu16_epi32(narrow(odd));
+  _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+
+// Scratch of one head, cut from one block.
+struct Scratch {
+  std::uint32_t *k_transposed, *v_transposed, *k_pairs, *q_pairs, *v_or_do_pairs, *p_pairs, *ds_pairs;
+  float *scores, *d_scores;  // [4][S]
+  bf16* rounded;             // [4][S]
+
+  Scratch(void* memory, std::int64_t s, std::int64_t d) {
+    auto* next = static_cast<std::uint32_t*>(memory);
+    const auto take = [&](std::int64_t words) {
+      std::uint32_t* piece = next;
+      next += (words + kLanes - 1) / kLanes * kLanes;
+      return piece;
+    };
+    for (std::uint32_t** matrix : {&k_transposed, &v_transposed, &k_pairs, &q_pairs, &v_or_do_pairs}) {
+      *matrix = take(s * d / 2);
+    }
+    p_pairs = take(s * s / 2);
+    ds_pairs = take(s * s / 2);
+    scores = reinterpret_cast<float*>(take(4 * s));
+    d_scores = reinterpret_cast<float*>(take(4 * s));
+    rounded = reinterpret_cast<bf16*>(take(2 * s));
+  }
+  static std::int64_t words(std::int64_t s, std::int64_t d) { return 5 * s * d / 2 + s * s + 10 * s + 10 * kLanes; }
+};
+
+const std::uint32_t* as_pairs(const bf16* row) { return reinterpret_cast<const std::uint32_t*>(row); }
+
+}  // namespace
+
+bool is_supported() {
+  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+         __builtin_cpu_supports("avx512vl") != 0 && __builtin_cpu_supports("avx512dq") != 0 &&
+         __builtin_cpu_supports("avx512bf16") != 0;
+}
+
+void geglu(const bf16* u, bf16* out, std::int64_t rows, std::int64_t half) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const bf16* value = u + r * 2 * half;
+    const bf16* gate = value + half;
+    for (std::int64_t c = 0; c < half; c += kLanes) {
+      const __mmask16 mask = lanes_left(half - c);
+      const __m512 g = load(gate + c, mask);
+      store(out + r * half + c, mask, _mm512_mul_ps(_mm512_mul_ps(g, normal_cdf(g)), load(value + c, mask)));
+    }
+  }
+}
+
+void geglu_backward(const bf16* d_out, const bf16* u, bf16* du, std::int64_t rows, std::int64_t half) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const bf16* value = u + r * 2 * half;
+    const bf16* gate = value + half;
+    bf16* d_value = du + r * 2 * half;
+    for (std::int64_t c = 0; c < half; c += kLanes) {
+      const __mmask16 mask = lanes_left(half - c);
+      const __m512 g = load(gate + c, mask), v = load(value + c, mask), d = load(d_out + r * half + c, mask);
+      const __m512 cdf = normal_cdf(g);
+      // gelu'(g) = cdf(g) + g * pdf(g)
+      const __m512 square = _mm512_mul_ps(g, g);
+      const __m512 density =
+          _mm512_mul_ps(exp512(_mm512_mul_ps(square, _mm512_set1_ps(-0.5F))), _mm512_set1_ps(0.39894228F));
+      store(d_value + c, mask, _mm512_mul_ps(d, _mm512_mul_ps(g, cdf)));
+      store(d_value + half + c, mask, _mm512_mul_ps(_mm512_mul_ps(d, v), _mm512_fmadd_ps(g, density, cdf)));
+    }
+  }
+}
+
+void layer_norm(bf16* x, const bf16* branch, const float* weight, const float* bias, float eps, bf16* y, float* mean,
+                float* rstd, std::int64_t rows, std::int64_t width) {
+  const float inverse = 1.0F / static_cast<float>(width);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    bf16* row = x + r * width;
+    __m512 sum = _mm512_setzero_ps();
+    for (std::int64_t c = 0; c < width; c += kLanes) {
+      const __mmask16 mask = lanes_left(width - c);
+      if (branch != nullptr) {
+        store(row + c, mask, _mm512_add_ps(load(row + c, mask), load(branch + r * width + c, mask)));
+      }
+      sum = _mm512_add_ps(sum, load(row + c, mask));
+    }
+    const float m = _mm512_reduce_add_ps(sum) * inverse;
+    const __m512 mv = _mm512_set1_ps(m);
+    __m512 squares = _mm512_setzero_ps();
+    for (std::int64_t c = 0; c < width; c += kLanes) {
+      const __mmask16 mask = lanes_left(width - c);
+      const __m512 centred = _mm512_maskz_sub_ps(mask, load(row + c, mask), mv);
+      squares = _mm512_fmadd_ps(centred, centred, squares);
+    }
+    const float s = 1.0F / std::sqrt(_mm512_reduce_add_ps(squares) * inverse + eps);
+    const __m512 sv = _mm512_set1_ps(s);
+    for (std::int64_t c = 0; c < width; c += kLanes) {
+      const __mmask16 mask = lanes_left(width - c);
+      const __m512 centred = _mm512_mul_ps(_mm512_sub_ps(load(row + c, mask), mv), sv);
+      store(y + r * width + c, mask,
+            _mm512_fmadd_ps(centred, _mm512_maskz_loadu_ps(mask, weight + c), _mm512_maskz_loadu_ps(mask, bias + c)));
+    }
+    mean[r] = m;
+    rstd[r] = s;
+  }
+}
+
+void layer_norm_backward(const bf16* dy, const bf16* x, const float* mean, const float* rstd, const float* weight,
+                         const bf16* residual, bf16* dx, float* weight_grad, float* bias_grad, std::int64_t rows,
+                         std::int64_t width) {
+  const float inverse = 1.0F / static_cast<float>(width);
+  std::fill_n(weight_grad, width, 0.0F);
+  std::fill_n(bias_grad, width, 0.0F);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const bf16* dy_row = dy + r * width;
+    const bf16* x_row = x + r * width;
+    const __m512 mv = _mm512_set1_ps(mean[r]), sv = _mm512_set1_ps(rstd[r]);
+    __m512 sum = _mm512_setzero_ps(), dot = _mm512_setzero_ps();
+    for (std::int64_t c = 0; c < width; c += kLanes) {
+      const __mmask16 mask = lanes_left(width - c);
+      const __m512 d = load(dy_row + c, mask);
+      const __m512 xhat = _mm512_maskz_mul_ps(mask, _mm512_sub_ps(load(x_row + c, mask), mv), sv);
+      const __m512 scaled = _mm512_mul_ps(d, _mm512_maskz_loadu_ps(mask, weight + c));
+      sum = _mm512_add_ps(sum, scaled);
+      dot = _mm512_fmadd_ps(scaled, xhat, dot);
+      _mm512_mask_storeu_ps(weight_grad + c, mask,
+                            _mm512_fmadd_ps(d, xhat, _mm512_maskz_loadu_ps(mask, weight_grad + c)));
+      _mm512_mask_storeu_ps(bias_grad + c, mask, _mm512_add_ps(d, _mm512_maskz_loadu_ps(mask, bias_grad + c)));
+    }
+    // dx = rstd * (w dy - mean(w dy) - xhat * mean(w dy xhat))
+    const __m512 mean_d = _mm512_set1_ps(_mm512_reduce_add_ps(sum) * inverse);
+    const __m512 mean_dx = _mm512_set1_ps(_mm512_reduce_add_ps(dot) * inverse);
+    for (std::int64_t c = 0; c < width; c += kLanes) {
+      const __mmask16 mask = lanes_left(width - c);
+      const __m512 xhat = _mm512_mul_ps(_mm512_sub_ps(load(x_row + c, mask), mv), sv);
+      const __m512 scaled = _mm512_mul_ps(load(dy_row + c, mask), _mm512_maskz_loadu_ps(mask, weight + c));
+      __m512 d = _mm512_mul_ps(sv, _mm512_fnmadd_ps(xhat, mean_dx, _mm512_sub_ps(scaled, mean_d)));
+      if (residual != nullptr) d = _mm512_add_ps(d, load(residual + r * width + c, mask));
+      store(dx + r * width + c, mask, d);
+    }
+  }
+}
+
+double cross_entropy_row(bf16* logits, std::int64_t width, std::int64_t label, bool write_gradient) {
+  const __m512 lowest = _mm512_set1_ps(-3.0e38F);
+  __m512 largest = lowest;
+  for (std::int64_t c = 0; c < width; c += kLanes) {
+    const __mmask16 mask = lanes_left(width - c);
+    largest = _mm512_max_ps(largest, _mm512_mask_mov_ps(lowest, mask, load(logits + c, mask)));
+  }
+  const float top = _mm512_reduce_max_ps(largest);
+  const __m512 topv = _mm512_set1_ps(top);
+  // The label's term stays apart: at a low loss it is nearly all of the sum, and what is left of it counts.
+  __m512 sum = _mm512_setzero_ps();
+  for (std::int64_t c = 0; c < width; c += kLanes) {
+    __mmask16 mask = lanes_left(width - c);
+    const __m512 e = exp512(_mm512_sub_ps(load(logits + c, mask), topv));
+    if (label >= c && label < c + kLanes) mask = static_cast<__mmask16>(mask & ~(1U << (label - c)));
+    sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(mask, e));
+  }
+  const float others = _mm512_reduce_add_ps(sum);
+  const float own = _mm512_cvtss_f32(load(logits + label, 1));
+  const float own_term = std::exp(own - top);
+  const float total = others + own_term;
+  const float log_total = std::log(total);
+  const double loss = own == top ? std::log1p(static_cast<double>(others))
+                                 : static_cast<double>(top) - static_cast<double>(own) + static_cast<double>(log_total);
+  if (!write_gradient) return loss;
+  const __m512 shift = _mm512_set1_ps(top + log_total);
+  for (std::int64_t c = 0; c < width; c += kLanes) {
+    const __mmask16 mask = lanes_left(width - c);
+    store(logits + c, mask, exp512(_mm512_sub_ps(load(logits + c, mask), shift)));
+  }
+  store(logits + label, 1, _mm512_set1_ps(-others / total));  // p - 1
+  return loss;
+}
+
+bool is_largest(const bf16* logits, std::int64_t width, std::int64_t label) {
+  const __m512 own = _mm512_set1_ps(_mm512_cvtss_f32(load(logits + label, 1)));
+  for (std::int64_t c = 0; c < width; c += kLanes) {
+    const __mmask16 mask = lanes_left(width - c);
+    const __m512 x = load(logits + c, mask);
+    // Before the label an equal one would have won.
+    const std::int64_t before = std::clamp<std::int64_t>(label - c, 0, kLanes);
+    const __mmask16 earlier = lanes_left(before);
+    const __mmask16 beats = static_cast<__mmask16>(_mm512_mask_cmp_ps_mask(mask, x, own, _CMP_GT_OQ) |
+                                                   _mm512_mask_cmp_ps_mask(mask & earlier, x, own, _CMP_EQ_OQ));
+    if (beats != 0) return false;
+  }
+  return true;
+}
+
+void add_to(float* grad, const bf16* x, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += kLanes) {
+    const __mmask16 mask = lanes_left(count - i);
+    _mm512_mask_storeu_ps(grad + i, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, grad + i), load(x + i, mask)));
+  }
+}
+
+bool attention_fits(std::int64_t seq, std::int64_t head_dim) {
+  return seq % kLanes == 0 && seq <= 512 && head_dim % kLanes == 0 && head_dim <= 128;
+}
+
+std::int64_t attention_scratch_bytes(std::int64_t seq, std::int64_t head_dim) {
+  return Scratch::words(seq, head_dim) * 4 + 64;
+}
+
+void attention(const bf16* qkv, std::int64_t stride, std::int64_t s, std::int64_t d, bf16* context,
+               std::int64_t context_stride, float* log_sum, void* memory) {
+  const Scratch scratch(memory, s, d);
+  const float scale = 1.0F / std::sqrt(static_cast<float>(d));
+  pack_transposed(qkv + d, stride, s, d, scratch.k_transposed);
+  pack_row_pairs(qkv + 2 * d, stride, s, d, scratch.v_or_do_pairs);
+  const __m512 scale_v = _mm512_set1_ps(scale);
+  for (std::int64_t row = 0; row < s; row += 4) {
+    for_columns(as_pairs(qkv + row * stride), stride / 2, 1, scratch.k_transposed, s, d / 2,
+                [&](int i, std::int64_t c, __m512 value) {
+                  _mm512_storeu_ps(scratch.scores + i * s + c, _mm512_mul_ps(value, scale_v));
+                });
+    for (int i = 0; i < 4; ++i) {
+      float* scores = scratch.scores + i * s;
+      __m512 largest = _mm512_loadu_ps(scores);
+      for (std::int64_t c = kLanes; c < s; c += kLanes) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + c));
+      const float top = _mm512_reduce_max_ps(largest);
+      const __m512 topv = _mm512_set1_ps(top);
+      __m512 sum = _mm512_setzero_ps();
+      for (std::int64_t c = 0; c < s; c += kLanes) {
+        const __m512 e = exp512(_mm512_sub_ps(_mm512_loadu_ps(scores + c), topv));
+        sum = _mm512_add_ps(sum, e);
+        _mm512_storeu_ps(scores + c, e);
+      }
+      const float total = _mm512_reduce_add_ps(sum);
+      const __m512 inverse = _mm512_set1_ps(1.0F / total);
+      for (std::int64_t c = 0; c < s; c += kLanes) {
+        store(scratch.rounded + i * s + c, _mm512_mul_ps(_mm512_loadu_ps(scores + c), inverse));
+      }
+      log_sum[row + i] = top + std::log(total);
+    }
+    for_columns(as_pairs(scratch.rounded), s / 2, 1, scratch.v_or_do_pairs, d, s / 2,
+                [&](int i, std::int64_t c, __m512 value) { store(context + (row + i) * context_stride + c, value); });
+  }
+}
+
+void attention_backward(const bf16* qkv, std::int64_t stride, std::int64_t s, std::int64_t d, const bf16* d_context,
+                        std::int64_t context_stride, const float* log_sum, bf16* d_qkv, void* memory) {
+  const Scratch scratch(memory, s, d);
+  const float scale = 1.0F / std::sqrt(static_cast<float>(d));
+  const __m512 scale_v = _mm512_set1_ps(scale);
+  pack_transposed(qkv + d, stride, s, d, scratch.k_transposed);
+  pack_transposed(qkv + 2 * d, stride, s, d, scratch.v_transposed);
+  pack_row_pairs(qkv + d, stride, s, d, scratch.k_pairs);
+  pack_row_pairs(qkv, stride, s, d, scratch.q_pairs);
+  pack_row_pairs(d_context, context_stride, s, d, scratch.v_or_do_pairs);
+  for (std::int64_t row = 0; row < s; row += 4) {
+    for_columns(as_pairs(qkv + row * stride), stride / 2, 1, scratch.k_transposed, s, d / 2,
+                [&](int i, std::int64_t c, __m512 value) {
+                  const __m512 shifted = _mm512_fmsub_ps(value, scale_v, _mm512_set1_ps(log_sum[row + i]));
+                  _mm512_storeu_ps(scratch.scores + i * s + c, exp512(shifted));
+                });
+    for_columns(as_pairs(d_context + row * context_stride), context_stride / 2, 1, scratch.v_transposed, s, d / 2,
+                [&](int i, std::int64_t c, __m512 value) { _mm512_storeu_ps(scratch.d_scores + i * s + c, value); });
+    for (int i = 0; i < 4; ++i) {
+      const float* p = scratch.scores + i * s;
+      float* dp = scratch.d_scores + i * s;
+      __m512 dot = _mm512_setzero_ps();
+      for (std::int64_t c = 0; c < s; c += kLanes) {
+        dot = _mm512_fmadd_ps(_mm512_loadu_ps(p + c), _mm512_loadu_ps(dp + c), dot);
+      }
+      const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(dot));
+      for (std::int64_t c = 0; c < s; c += kLanes) {
+        const __m512 ds =
+            _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(p + c), scale_v), _mm512_sub_ps(_mm512_loadu_ps(dp + c), mean));
+        _mm512_storeu_ps(dp + c, ds);
+        store(scratch.rounded + i * s + c, ds);
+      }
+    }
+    for (int i = 0; i < 4; i += 2) {
+      for (std::int64_t c = 0; c < s; c += kLanes) {
+        const std::int64_t at = (row + i) / 2 * s + c;
+        store_pair(scratch.p_pairs + at, _mm512_loadu_ps(scratch.scores + i * s + c),
+                   _mm512_loadu_ps(scratch.scores + (i + 1) * s + c));
+        store_pair(scratch.ds_pairs + at, _mm512_loadu_ps(scratch.d_scores + i * s + c),
+                   _mm512_loadu_ps(scratch.d_scores + (i + 1) * s + c));
+      }
+    }
+    for_columns(as_pairs(scratch.rounded), s / 2, 1, scratch.k_pairs, d, s / 2,
+                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + c, value); });
+  }
+  // dK = dS' Q and dV = P' dO: the row pairs of dS and P are what their transposes need.
+  for (std::int64_t row = 0; row < s; row += 4) {
+    for_columns(scratch.ds_pairs + row, 1, s, scratch.q_pairs, d, s / 2,
+                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + d + c, value); });
+    for_columns(scratch.p_pairs + row, 1, s, scratch.v_or_do_pairs, d, s / 2,
+                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + 2 * d + c, value); });
+  }
+}
+
+}  // namespace cram::kernels::avx512

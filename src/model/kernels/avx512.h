@@ -1,0 +1,52 @@
+// Fused kernels of the encoder for bf16 on CPUs with AVX512-BF16: plain pointers, no tensor library, so that this code
+// can be compiled with its own instruction set without leaking it into anything else. fused.cpp threads and calls them.
+//
+// All arithmetic is fp32; bf16 is what is read and written (round to nearest even). Each row, head or chunk is computed
+// alone and in a fixed order: the same bits for any number of threads.
+#pragma once
+
+#include <cstdint>
+
+namespace cram::kernels::avx512 {
+
+using bf16 = std::uint16_t;
+
+/// True when this processor has what these kernels need.
+[[nodiscard]] bool is_supported();
+
+/// out[r][c] = gelu(gate) * value of u[r] = (value, gate) halves of `half` elements; exact (erf) GELU.
+void geglu(const bf16* u, bf16* out, std::int64_t rows, std::int64_t half);
+/// du from d_out and u.
+void geglu_backward(const bf16* d_out, const bf16* u, bf16* du, std::int64_t rows, std::int64_t half);
+
+/// y = (x - mean) * rstd * weight + bias by rows. With `branch`, x is first x += branch (in place, rounded).
+void layer_norm(bf16* x, const bf16* branch, const float* weight, const float* bias, float eps, bf16* y, float* mean,
+                float* rstd, std::int64_t rows, std::int64_t width);
+/// dx (+ residual, where given) and this chunk's sums of the weight and bias gradients, which are overwritten.
+void layer_norm_backward(const bf16* dy, const bf16* x, const float* mean, const float* rstd, const float* weight,
+                         const bf16* residual, bf16* dx, float* weight_grad, float* bias_grad, std::int64_t rows,
+                         std::int64_t width);
+
+/// One row of logits: returns logsumexp - logits[label]; with `write_gradient` the row becomes softmax - onehot.
+[[nodiscard]] double cross_entropy_row(bf16* logits, std::int64_t width, std::int64_t label, bool write_gradient);
+/// True when no logit is larger than the label's (the first of equal ones wins).
+[[nodiscard]] bool is_largest(const bf16* logits, std::int64_t width, std::int64_t label);
+
+/// grad += x
+void add_to(float* grad, const bf16* x, std::int64_t count);
+
+/// Sizes that `attention_*` can do: S a multiple of 16 up to 512, d a multiple of 16 up to 128.
+[[nodiscard]] bool attention_fits(std::int64_t seq, std::int64_t head_dim);
+/// Bytes of scratch memory for one head.
+[[nodiscard]] std::int64_t attention_scratch_bytes(std::int64_t seq, std::int64_t head_dim);
+
+/// One head of one row: qkv points to its first q; rows of q, k, v (k and v follow q at distances d, 2d) are `stride`
+/// elements apart. context [S][d], rows `context_stride` apart; log_sum [S] of the scaled scores.
+void attention(const bf16* qkv, std::int64_t stride, std::int64_t seq, std::int64_t head_dim, bf16* context,
+               std::int64_t context_stride, float* log_sum, void* scratch);
+/// d_qkv in the layout of qkv. The probabilities are made again from q, k and log_sum.
+void attention_backward(const bf16* qkv, std::int64_t stride, std::int64_t seq, std::int64_t head_dim,
+                        const bf16* d_context, std::int64_t context_stride, const float* log_sum, bf16* d_qkv,
+                        void* scratch);
+
+}  // namespace cram::kernels::avx512

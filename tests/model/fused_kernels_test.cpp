@@ -1,0 +1,212 @@
+// Fused bf16 kernels against the compositions of ATen operators in fp64 on the same bf16 inputs: within the rounding of
+// the result, at sizes that are no multiples of a vector, with the same bits for every number of threads.
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <torch/types.h>
+
+#include <cmath>
+
+#include "model/kernels/avx512.h"
+#include "model/kernels/kernels.h"
+#include "support/golden.h"
+
+namespace cram::test {
+namespace {
+
+// Half a unit in the last place of bf16, relative to the value.
+constexpr double kRounding = 0x1p-8;
+
+#define CRAM_NEEDS_FUSED()              \
+  if (!kernels::avx512::is_supported()) \
+  GTEST_SKIP() << "this processor has no AVX512-BF16: only the compositions run here"
+
+at::Tensor random_bf16(std::vector<std::int64_t> shape, std::uint64_t seed, double scale = 1) {
+  return (at::randn(shape, at::detail::createCPUGenerator(seed), at::kFloat) * scale).to(at::kBFloat16);
+}
+at::Tensor random_float(std::vector<std::int64_t> shape, std::uint64_t seed) {
+  return at::randn(shape, at::detail::createCPUGenerator(seed), at::kFloat);
+}
+
+// Every element within `units` roundings of its own size, or of the tensor's for sums that cancel.
+void expect_close(const at::Tensor& found, const at::Tensor& expected, double units, const std::string& what) {
+  ASSERT_EQ(found.sizes(), expected.sizes()) << what;
+  if (found.numel() == 0) return;
+  const at::Tensor f = found.to(at::kDouble), e = expected.to(at::kDouble);
+  const double scale = e.abs().mean().item<double>();
+  const at::Tensor allowed = (e.abs() + scale) * (units * kRounding);
+  EXPECT_TRUE((f - e).abs().le(allowed).all().item<bool>())
+      << what << ": worst " << ((f - e).abs() / allowed).max().item<double>() << " of what is allowed";
+}
+
+// The same call with one and with two threads.
+template <class Call>
+void expect_same_bits_for_threads(const Call& call, const std::string& what) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(1);
+  const std::vector<at::Tensor> one = call();
+  at::set_num_threads(2);
+  const std::vector<at::Tensor> two = call();
+  at::set_num_threads(before);
+  for (std::size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], two[i])) << what << ", result " << i;
+}
+
+TEST(Fused, IsUsedForContiguousBf16OnTheCpuOnly) {
+  CRAM_NEEDS_FUSED();
+  EXPECT_TRUE(kernels::uses_fused(random_bf16({4, 32}, 1)));
+  EXPECT_FALSE(kernels::uses_fused(random_bf16({4, 32}, 1).t()));
+  EXPECT_FALSE(kernels::uses_fused(random_float({4, 32}, 1)));
+}
+
+TEST(Fused, Geglu) {
+  CRAM_NEEDS_FUSED();
+  for (const auto& [rows, half] :
+       {std::pair<std::int64_t, std::int64_t>{0, 8}, {1, 1}, {3, 15}, {5, 16}, {7, 100}, {300, 768}}) {
+    const std::string what = std::to_string(rows) + "x" + std::to_string(half);
+    for (const double scale : {1.0, 6.0}) {
+      const at::Tensor u = random_bf16({rows, 2 * half}, 1, scale), d_out = random_bf16({rows, half}, 2);
+      const at::Tensor wide = u.to(at::kDouble), d_wide = d_out.to(at::kDouble);
+      expect_close(kernels::geglu(u), kernels::composed::geglu(wide), 1.01, "geglu " + what);
+      expect_close(kernels::geglu_backward(d_out, u), kernels::composed::geglu_backward(d_wide, wide), 1.01,
+                   "geglu_backward " + what);
+      expect_same_bits_for_threads(
+          [&] {
+            return std::vector{kernels::geglu(u), kernels::geglu_backward(d_out, u)};
+          },
+          what);
+    }
+  }
+  // Far out on both sides, and every bf16 value in between: no overflow, no jump.
+  const at::Tensor gates = at::arange(-32768, 32768, at::kInt).to(at::kShort).view(at::kBFloat16);
+  const at::Tensor finite = gates.masked_select(gates.abs().lt(1e4)).view({-1, 1});
+  const at::Tensor u = at::cat({at::ones_like(finite), finite}, 1);
+  EXPECT_TRUE(
+      at::allclose(kernels::geglu(u).to(at::kDouble), kernels::composed::geglu(u.to(at::kDouble)), 0.004, 1e-6));
+}
+
+TEST(Fused, LayerNorm) {
+  CRAM_NEEDS_FUSED();
+  for (const auto& [rows, width] :
+       {std::pair<std::int64_t, std::int64_t>{0, 16}, {1, 17}, {3, 16}, {129, 48}, {300, 768}}) {
+    const std::string what = std::to_string(rows) + "x" + std::to_string(width);
+    const at::Tensor x = random_bf16({rows, width}, 1) + 3, dy = random_bf16({rows, width}, 2);
+    const at::Tensor branch = random_bf16({rows, width}, 5), residual = random_bf16({rows, width}, 6);
+    const at::Tensor weight = random_float({width}, 3) + 1, bias = random_float({width}, 4);
+    const auto wide = [](const at::Tensor& t) { return t.to(at::kDouble); };
+    const auto out = kernels::layer_norm(x, weight, bias, 1e-12);
+    const auto reference = kernels::composed::layer_norm(wide(x), wide(weight), wide(bias), 1e-12);
+    expect_close(out.y, reference.y, 1.01, "layer_norm " + what);
+    const at::Tensor summed = x.clone();
+    const auto after_add = kernels::add_layer_norm_(summed, branch, weight, bias, 1e-12);
+    EXPECT_TRUE(at::equal(summed, x + branch)) << what;
+    expect_close(after_add.y, kernels::composed::layer_norm(wide(summed), wide(weight), wide(bias), 1e-12).y, 1.01,
+                 what);
+    for (const bool with_residual : {false, true}) {
+      const at::Tensor beside = with_residual ? residual : at::Tensor();
+      const at::Tensor weight_grad = at::ones({width}), bias_grad = at::ones({width});
+      const at::Tensor dx = kernels::layer_norm_backward(dy, x, out, weight, bias, weight_grad, bias_grad, beside);
+      const at::Tensor expected_weight = at::ones({width}, at::kDouble), expected_bias = at::ones({width}, at::kDouble);
+      const at::Tensor expected = kernels::composed::layer_norm_backward(wide(dy), wide(x), reference, wide(weight),
+                                                                         wide(bias), expected_weight, expected_bias,
+                                                                         with_residual ? wide(residual) : at::Tensor());
+      expect_close(dx, expected, 1.05, "layer_norm_backward " + what);
+      if (rows == 0) continue;
+      EXPECT_LE(norm_error(weight_grad, expected_weight), 1e-5) << what;
+      EXPECT_LE(norm_error(bias_grad, expected_bias), 1e-5) << what;
+    }
+    expect_same_bits_for_threads(
+        [&] {
+          const at::Tensor w = at::zeros({width}), b = at::zeros({width});
+          const at::Tensor dx = kernels::layer_norm_backward(dy, x, out, weight, bias, w, b, residual);
+          return std::vector{kernels::layer_norm(x, weight, bias, 1e-12).y, dx, w, b};
+        },
+        what);
+  }
+}
+
+TEST(Fused, Attention) {
+  CRAM_NEEDS_FUSED();
+  struct Size {
+    std::int64_t batch, heads, seq, head_dim;
+  };
+  for (const Size& size : {Size{1, 1, 16, 16}, Size{2, 3, 32, 64}, Size{1, 2, 128, 64}, Size{2, 1, 48, 80},
+                           Size{1, 1, 512, 128}, Size{3, 2, 112, 32}}) {
+    const std::string what = std::to_string(size.seq) + " tokens, heads of " + std::to_string(size.head_dim);
+    const at::Tensor qkv = random_bf16({size.batch * size.seq, 3 * size.heads * size.head_dim}, 1);
+    const at::Tensor d_context = random_bf16({size.batch * size.seq, size.heads * size.head_dim}, 2);
+    kernels::AttentionSaved saved, wide;
+    const at::Tensor context = kernels::attention(qkv, size.batch, size.heads, true, &saved);
+    ASSERT_TRUE(saved.qkv.defined()) << "the composed version ran";
+    const at::Tensor expected = kernels::composed::attention(qkv.to(at::kDouble), size.batch, size.heads, true, &wide);
+    const at::Tensor d_qkv = kernels::attention_backward(d_context, size.batch, size.heads, saved);
+    const at::Tensor expected_d =
+        kernels::composed::attention_backward(d_context.to(at::kDouble), size.batch, size.heads, wide);
+    // Sums over bf16 probabilities: each is off by half a unit, the sum by less than all of them together.
+    EXPECT_LE(norm_error(context, expected), 0.004) << what;
+    EXPECT_LE(norm_error(d_qkv, expected_d), 0.006) << what;
+    expect_close(context, expected, 3, "context " + what);
+    // No worse than the composition in bf16.
+    kernels::AttentionSaved rounded;
+    const at::Tensor composed = kernels::composed::attention(qkv, size.batch, size.heads, true, &rounded);
+    EXPECT_LE(norm_error(context, expected), 1.05 * norm_error(composed, expected)) << what;
+    EXPECT_LE(norm_error(d_qkv, expected_d),
+              1.05 * norm_error(kernels::composed::attention_backward(d_context, size.batch, size.heads, rounded),
+                                expected_d))
+        << what;
+    expect_same_bits_for_threads(
+        [&] {
+          kernels::AttentionSaved s;
+          const at::Tensor c = kernels::attention(qkv, size.batch, size.heads, true, &s);
+          return std::vector{c, kernels::attention_backward(d_context, size.batch, size.heads, s)};
+        },
+        what);
+  }
+  // A size that the kernel cannot do takes the composition, scores of 100 do not overflow.
+  kernels::AttentionSaved odd;
+  (void)kernels::attention(random_bf16({10, 3 * 16}, 1), 1, 1, true, &odd);
+  EXPECT_FALSE(odd.qkv.defined());
+  const at::Tensor large = random_bf16({32, 3 * 16}, 1, 20);
+  EXPECT_TRUE(kernels::attention(large, 1, 1, true, nullptr).isfinite().all().item<bool>());
+}
+
+TEST(Fused, CrossEntropy) {
+  CRAM_NEEDS_FUSED();
+  for (const auto& [rows, width] :
+       {std::pair<std::int64_t, std::int64_t>{0, 40}, {1, 7}, {5, 101}, {33, 4096}, {3, 32768}}) {
+    const std::string what = std::to_string(rows) + "x" + std::to_string(width);
+    const at::Tensor labels = at::arange(rows, at::kLong).mul_(7).remainder_(width);
+    for (const double scale : {0.1, 3.0, 300.0}) {
+      const at::Tensor logits = random_bf16({rows, width}, 1, scale);
+      const at::Tensor wide = logits.to(at::kDouble);
+      const kernels::CrossEntropy counted = kernels::cross_entropy_(logits.clone(), labels, false);
+      const kernels::CrossEntropy expected_count = kernels::composed::cross_entropy_(wide.clone(), labels, false);
+      EXPECT_TRUE(at::equal(counted.correct, kernels::composed::cross_entropy_(logits.clone(), labels, false).correct));
+      EXPECT_TRUE(at::allclose(counted.loss_sum, expected_count.loss_sum, 1e-6, 1e-6)) << what;
+      const at::Tensor gradient = logits.clone(), expected = wide.clone();
+      const kernels::CrossEntropy loss = kernels::cross_entropy_(gradient, labels, true);
+      (void)kernels::composed::cross_entropy_(expected, labels, true);
+      EXPECT_TRUE(at::equal(loss.loss_sum, counted.loss_sum)) << what;
+      EXPECT_TRUE(at::allclose(gradient.to(at::kDouble), expected, 0.004, 1e-12)) << what << ", scale " << scale;
+    }
+  }
+  // A label that is all but certain: p - 1 must not be lost in rounding.
+  const at::Tensor sure = at::zeros({1, 64}, at::kBFloat16);
+  sure[0][9].fill_(20);
+  const at::Tensor exact = sure.to(at::kDouble);
+  const at::Tensor label = at::full({1}, 9, at::kLong);
+  (void)kernels::cross_entropy_(sure, label, true);
+  (void)kernels::composed::cross_entropy_(exact, label, true);
+  EXPECT_NEAR(sure[0][9].item<double>() / exact[0][9].item<double>(), 1, 0.004);
+}
+
+TEST(Fused, AddTo) {
+  CRAM_NEEDS_FUSED();
+  for (const std::int64_t count : {0, 1, 17, 100'000}) {
+    const at::Tensor sum = random_float({count}, 1), x = random_bf16({count}, 2);
+    const at::Tensor expected = sum + x;
+    kernels::add_to_(sum, x);
+    EXPECT_TRUE(at::equal(sum, expected)) << count;
+  }
+}
+
+}  // namespace
+}  // namespace cram::test
