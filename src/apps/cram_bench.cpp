@@ -1,6 +1,4 @@
 // cram_bench: measurements of this program on this machine. `cram_bench NAME [section.key=value ...]`
-#include <malloc.h>
-
 #include <cstdio>
 
 #include "apps/bench/bench.h"
@@ -8,6 +6,7 @@
 #include "base/log.h"
 #include "base/version.h"
 #include "parallel/mpi_environment.h"
+#include "train/cpu_memory.h"
 
 namespace cram {
 namespace {
@@ -85,9 +84,6 @@ int run(int argc, char** argv) {
 }  // namespace cram
 
 int main(int argc, char** argv) {
-  // As in training: memory that was freed stays with the process.
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  mallopt(M_TOP_PAD, 64 << 20);
+  cram::install_cpu_memory();
   return cram::guarded_main("cram_bench", [&] { return cram::run(argc, argv); });
 }

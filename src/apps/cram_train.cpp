@@ -1,6 +1,4 @@
 // cram_train: pretrains the encoder. Without --config it is the one-day recipe.
-#include <malloc.h>
-
 #include <cstdio>
 
 #include "apps/program.h"
@@ -10,6 +8,7 @@
 #include "base/options.h"
 #include "base/version.h"
 #include "parallel/mpi_environment.h"
+#include "train/cpu_memory.h"
 #include "train/signals.h"
 
 namespace {
@@ -81,9 +80,6 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // Activations are allocated and freed every micro-step; keeping that memory in the process saves the page faults.
-  mallopt(M_MMAP_THRESHOLD, 1 << 30);
-  mallopt(M_TRIM_THRESHOLD, 1 << 30);
-  mallopt(M_TOP_PAD, 64 << 20);
+  cram::install_cpu_memory();
   return cram::guarded_main("cram_train", [&] { return run(argc, argv); });
 }

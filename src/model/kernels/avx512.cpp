@@ -10,15 +10,38 @@ namespace {
 
 constexpr std::int64_t kLanes = 16;
 
-__mmask16 lanes_left(std::int64_t count) {
-  return count >= kLanes ? static_cast<__mmask16>(0xFFFF) : static_cast<__mmask16>((1U << count) - 1);
+// All lanes, or the first ones of a row's end. Most of a row is whole vectors, which need no masks.
+struct Full {};
+struct Tail {
+  __mmask16 mask;
+};
+
+// Calls body(first element, Full or Tail) for `count` elements.
+template <class Body>
+inline __attribute__((always_inline)) void for_lanes(std::int64_t count, const Body& body) {
+  std::int64_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) body(c, Full{});
+  if (c < count) body(c, Tail{static_cast<__mmask16>((1U << (count - c)) - 1)});
 }
 
 __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-__m512 load(const bf16* p, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
 __m256i narrow(__m512 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
-void store(bf16* p, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
-void store(bf16* p, __mmask16 mask, __m512 x) { _mm256_mask_storeu_epi16(p, mask, narrow(x)); }
+
+__m512 load(const bf16* p, Full) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+__m512 load(const bf16* p, Tail t) { return widen(_mm256_maskz_loadu_epi16(t.mask, p)); }
+__m512 load(const float* p, Full) { return _mm512_loadu_ps(p); }
+__m512 load(const float* p, Tail t) { return _mm512_maskz_loadu_ps(t.mask, p); }
+void store(bf16* p, Full, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x)); }
+void store(bf16* p, Tail t, __m512 x) { _mm256_mask_storeu_epi16(p, t.mask, narrow(x)); }
+void store(float* p, Full, __m512 x) { _mm512_storeu_ps(p, x); }
+void store(float* p, Tail t, __m512 x) { _mm512_mask_storeu_ps(p, t.mask, x); }
+// What lies beyond the end of a row becomes `otherwise`.
+__m512 keep(__m512 x, Full, __m512) { return x; }
+__m512 keep(__m512 x, Tail t, __m512 otherwise) { return _mm512_mask_mov_ps(otherwise, t.mask, x); }
+__m512 keep(__m512 x, Full) { return x; }
+__m512 keep(__m512 x, Tail t) { return _mm512_maskz_mov_ps(t.mask, x); }
+__mmask16 mask_of(Full) { return static_cast<__mmask16>(0xFFFF); }
+__mmask16 mask_of(Tail t) { return t.mask; }
 
 // e^x by 2^n * e^r, |r| <= ln2/2, polynomial of Cephes' expf (Moshier 1989): 2 units in the last place.
 __m512 exp512(__m512 x) {
@@ -67,20 +90,28 @@ __m512 normal_cdf(__m512 x) {
 
 // B as pairs of rows: [K/2][ldb] of two bf16 each. A's pair (i, kp) is at a[i * row_step + kp * pair_step].
 template <int kVectors>
-void multiply_4(const std::uint32_t* a, std::int64_t row_step, std::int64_t pair_step, const std::uint32_t* b,
-                std::int64_t ldb, std::int64_t pairs, __m512 (&c)[4][kVectors]) {
-  for (auto& row : c) {
-    for (__m512& value : row) value = _mm512_setzero_ps();
+inline __attribute__((always_inline)) void multiply_4(const std::uint32_t* a, std::int64_t row_step,
+                                                      std::int64_t pair_step, const std::uint32_t* b, std::int64_t ldb,
+                                                      std::int64_t pairs, __m512 (&out)[4][kVectors]) {
+  __m512 c[4][kVectors];  // of its own, so that it stays in registers
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < kVectors; ++j) c[i][j] = _mm512_setzero_ps();
   }
   for (std::int64_t kp = 0; kp < pairs; ++kp) {
-    __m512i av[4];
-    for (int i = 0; i < 4; ++i) av[i] = _mm512_set1_epi32(static_cast<int>(a[i * row_step + kp * pair_step]));
-    for (int j = 0; j < kVectors; ++j) {
-      const __m512i bv = _mm512_loadu_si512(b + kp * ldb + j * kLanes);
-      for (int i = 0; i < 4; ++i) {
-        c[i][j] = _mm512_dpbf16_ps(c[i][j], reinterpret_cast<__m512bh>(av[i]), reinterpret_cast<__m512bh>(bv));
+    __m512i bv[kVectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) bv[j] = _mm512_loadu_si512(b + kp * ldb + j * kLanes);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512i av = _mm512_set1_epi32(static_cast<int>(a[i * row_step + kp * pair_step]));
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) {
+        c[i][j] = _mm512_dpbf16_ps(c[i][j], reinterpret_cast<__m512bh>(av), reinterpret_cast<__m512bh>(bv[j]));
       }
     }
+  }
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < kVectors; ++j) out[i][j] = c[i][j];
   }
 }
 
@@ -174,11 +205,11 @@ void geglu(const bf16* u, bf16* out, std::int64_t rows, std::int64_t half) {
   for (std::int64_t r = 0; r < rows; ++r) {
     const bf16* value = u + r * 2 * half;
     const bf16* gate = value + half;
-    for (std::int64_t c = 0; c < half; c += kLanes) {
-      const __mmask16 mask = lanes_left(half - c);
-      const __m512 g = load(gate + c, mask);
-      store(out + r * half + c, mask, _mm512_mul_ps(_mm512_mul_ps(g, normal_cdf(g)), load(value + c, mask)));
-    }
+    bf16* row = out + r * half;
+    for_lanes(half, [&](std::int64_t c, auto lanes) {
+      const __m512 g = load(gate + c, lanes);
+      store(row + c, lanes, _mm512_mul_ps(_mm512_mul_ps(g, normal_cdf(g)), load(value + c, lanes)));
+    });
   }
 }
 
@@ -186,18 +217,18 @@ void geglu_backward(const bf16* d_out, const bf16* u, bf16* du, std::int64_t row
   for (std::int64_t r = 0; r < rows; ++r) {
     const bf16* value = u + r * 2 * half;
     const bf16* gate = value + half;
+    const bf16* d_row = d_out + r * half;
     bf16* d_value = du + r * 2 * half;
-    for (std::int64_t c = 0; c < half; c += kLanes) {
-      const __mmask16 mask = lanes_left(half - c);
-      const __m512 g = load(gate + c, mask), v = load(value + c, mask), d = load(d_out + r * half + c, mask);
+    for_lanes(half, [&](std::int64_t c, auto lanes) {
+      const __m512 g = load(gate + c, lanes), v = load(value + c, lanes), d = load(d_row + c, lanes);
       const __m512 cdf = normal_cdf(g);
       // gelu'(g) = cdf(g) + g * pdf(g)
       const __m512 square = _mm512_mul_ps(g, g);
       const __m512 density =
           _mm512_mul_ps(exp512(_mm512_mul_ps(square, _mm512_set1_ps(-0.5F))), _mm512_set1_ps(0.39894228F));
-      store(d_value + c, mask, _mm512_mul_ps(d, _mm512_mul_ps(g, cdf)));
-      store(d_value + half + c, mask, _mm512_mul_ps(_mm512_mul_ps(d, v), _mm512_fmadd_ps(g, density, cdf)));
-    }
+      store(d_value + c, lanes, _mm512_mul_ps(d, _mm512_mul_ps(g, cdf)));
+      store(d_value + half + c, lanes, _mm512_mul_ps(_mm512_mul_ps(d, v), _mm512_fmadd_ps(g, density, cdf)));
+    });
   }
 }
 
@@ -206,30 +237,28 @@ void layer_norm(bf16* x, const bf16* branch, const float* weight, const float* b
   const float inverse = 1.0F / static_cast<float>(width);
   for (std::int64_t r = 0; r < rows; ++r) {
     bf16* row = x + r * width;
+    bf16* y_row = y + r * width;
     __m512 sum = _mm512_setzero_ps();
-    for (std::int64_t c = 0; c < width; c += kLanes) {
-      const __mmask16 mask = lanes_left(width - c);
-      if (branch != nullptr) {
-        store(row + c, mask, _mm512_add_ps(load(row + c, mask), load(branch + r * width + c, mask)));
-      }
-      sum = _mm512_add_ps(sum, load(row + c, mask));
+    if (branch != nullptr) {
+      const bf16* more = branch + r * width;
+      for_lanes(width, [&](std::int64_t c, auto lanes) {
+        store(row + c, lanes, _mm512_add_ps(load(row + c, lanes), load(more + c, lanes)));
+      });
     }
+    for_lanes(width, [&](std::int64_t c, auto lanes) { sum = _mm512_add_ps(sum, load(row + c, lanes)); });
     const float m = _mm512_reduce_add_ps(sum) * inverse;
     const __m512 mv = _mm512_set1_ps(m);
     __m512 squares = _mm512_setzero_ps();
-    for (std::int64_t c = 0; c < width; c += kLanes) {
-      const __mmask16 mask = lanes_left(width - c);
-      const __m512 centred = _mm512_maskz_sub_ps(mask, load(row + c, mask), mv);
+    for_lanes(width, [&](std::int64_t c, auto lanes) {
+      const __m512 centred = keep(_mm512_sub_ps(load(row + c, lanes), mv), lanes);
       squares = _mm512_fmadd_ps(centred, centred, squares);
-    }
+    });
     const float s = 1.0F / std::sqrt(_mm512_reduce_add_ps(squares) * inverse + eps);
     const __m512 sv = _mm512_set1_ps(s);
-    for (std::int64_t c = 0; c < width; c += kLanes) {
-      const __mmask16 mask = lanes_left(width - c);
-      const __m512 centred = _mm512_mul_ps(_mm512_sub_ps(load(row + c, mask), mv), sv);
-      store(y + r * width + c, mask,
-            _mm512_fmadd_ps(centred, _mm512_maskz_loadu_ps(mask, weight + c), _mm512_maskz_loadu_ps(mask, bias + c)));
-    }
+    for_lanes(width, [&](std::int64_t c, auto lanes) {
+      const __m512 xhat = _mm512_mul_ps(_mm512_sub_ps(load(row + c, lanes), mv), sv);
+      store(y_row + c, lanes, _mm512_fmadd_ps(xhat, load(weight + c, lanes), load(bias + c, lanes)));
+    });
     mean[r] = m;
     rstd[r] = s;
   }
@@ -244,52 +273,55 @@ void layer_norm_backward(const bf16* dy, const bf16* x, const float* mean, const
   for (std::int64_t r = 0; r < rows; ++r) {
     const bf16* dy_row = dy + r * width;
     const bf16* x_row = x + r * width;
+    bf16* dx_row = dx + r * width;
     const __m512 mv = _mm512_set1_ps(mean[r]), sv = _mm512_set1_ps(rstd[r]);
     __m512 sum = _mm512_setzero_ps(), dot = _mm512_setzero_ps();
-    for (std::int64_t c = 0; c < width; c += kLanes) {
-      const __mmask16 mask = lanes_left(width - c);
-      const __m512 d = load(dy_row + c, mask);
-      const __m512 xhat = _mm512_maskz_mul_ps(mask, _mm512_sub_ps(load(x_row + c, mask), mv), sv);
-      const __m512 scaled = _mm512_mul_ps(d, _mm512_maskz_loadu_ps(mask, weight + c));
+    for_lanes(width, [&](std::int64_t c, auto lanes) {
+      const __m512 d = load(dy_row + c, lanes);
+      const __m512 xhat = keep(_mm512_mul_ps(_mm512_sub_ps(load(x_row + c, lanes), mv), sv), lanes);
+      const __m512 scaled = _mm512_mul_ps(d, load(weight + c, lanes));
       sum = _mm512_add_ps(sum, scaled);
       dot = _mm512_fmadd_ps(scaled, xhat, dot);
-      _mm512_mask_storeu_ps(weight_grad + c, mask,
-                            _mm512_fmadd_ps(d, xhat, _mm512_maskz_loadu_ps(mask, weight_grad + c)));
-      _mm512_mask_storeu_ps(bias_grad + c, mask, _mm512_add_ps(d, _mm512_maskz_loadu_ps(mask, bias_grad + c)));
-    }
+      store(weight_grad + c, lanes, _mm512_fmadd_ps(d, xhat, load(weight_grad + c, lanes)));
+      store(bias_grad + c, lanes, _mm512_add_ps(d, load(bias_grad + c, lanes)));
+    });
     // dx = rstd * (w dy - mean(w dy) - xhat * mean(w dy xhat))
     const __m512 mean_d = _mm512_set1_ps(_mm512_reduce_add_ps(sum) * inverse);
     const __m512 mean_dx = _mm512_set1_ps(_mm512_reduce_add_ps(dot) * inverse);
-    for (std::int64_t c = 0; c < width; c += kLanes) {
-      const __mmask16 mask = lanes_left(width - c);
-      const __m512 xhat = _mm512_mul_ps(_mm512_sub_ps(load(x_row + c, mask), mv), sv);
-      const __m512 scaled = _mm512_mul_ps(load(dy_row + c, mask), _mm512_maskz_loadu_ps(mask, weight + c));
+    const bf16* beside = residual == nullptr ? nullptr : residual + r * width;
+    for_lanes(width, [&](std::int64_t c, auto lanes) {
+      const __m512 xhat = _mm512_mul_ps(_mm512_sub_ps(load(x_row + c, lanes), mv), sv);
+      const __m512 scaled = _mm512_mul_ps(load(dy_row + c, lanes), load(weight + c, lanes));
       __m512 d = _mm512_mul_ps(sv, _mm512_fnmadd_ps(xhat, mean_dx, _mm512_sub_ps(scaled, mean_d)));
-      if (residual != nullptr) d = _mm512_add_ps(d, load(residual + r * width + c, mask));
-      store(dx + r * width + c, mask, d);
-    }
+      if (beside != nullptr) d = _mm512_add_ps(d, load(beside + c, lanes));
+      store(dx_row + c, lanes, d);
+    });
   }
 }
 
 double cross_entropy_row(bf16* logits, std::int64_t width, std::int64_t label, bool write_gradient) {
   const __m512 lowest = _mm512_set1_ps(-3.0e38F);
   __m512 largest = lowest;
-  for (std::int64_t c = 0; c < width; c += kLanes) {
-    const __mmask16 mask = lanes_left(width - c);
-    largest = _mm512_max_ps(largest, _mm512_mask_mov_ps(lowest, mask, load(logits + c, mask)));
-  }
+  for_lanes(width, [&](std::int64_t c, auto lanes) {
+    largest = _mm512_max_ps(largest, keep(load(logits + c, lanes), lanes, lowest));
+  });
   const float top = _mm512_reduce_max_ps(largest);
   const __m512 topv = _mm512_set1_ps(top);
-  // The label's term stays apart: at a low loss it is nearly all of the sum, and what is left of it counts.
+  const Tail first{1};
+  // The label's term stays apart: at a low loss it is nearly all of the sum, and what is left of it counts. It is put
+  // to one side as the smallest number while the others are summed.
+  const float own = _mm512_cvtss_f32(load(logits + label, first));
+  const bf16 kept = logits[label];
+  logits[label] = 0xFF7F;  // -3.39e38
   __m512 sum = _mm512_setzero_ps();
-  for (std::int64_t c = 0; c < width; c += kLanes) {
-    __mmask16 mask = lanes_left(width - c);
-    const __m512 e = exp512(_mm512_sub_ps(load(logits + c, mask), topv));
-    if (label >= c && label < c + kLanes) mask = static_cast<__mmask16>(mask & ~(1U << (label - c)));
-    sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(mask, e));
-  }
+  for_lanes(width, [&](std::int64_t c, auto lanes) {
+    const __m512 x = _mm512_sub_ps(load(logits + c, lanes), topv);
+    // exp512 ends at e^-87; what is below is nothing.
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0F), _CMP_GE_OQ) & mask_of(lanes);
+    sum = _mm512_mask_add_ps(sum, counts, sum, exp512(x));
+  });
+  logits[label] = kept;
   const float others = _mm512_reduce_add_ps(sum);
-  const float own = _mm512_cvtss_f32(load(logits + label, 1));
   const float own_term = std::exp(own - top);
   const float total = others + own_term;
   const float log_total = std::log(total);
@@ -297,34 +329,31 @@ double cross_entropy_row(bf16* logits, std::int64_t width, std::int64_t label, b
                                  : static_cast<double>(top) - static_cast<double>(own) + static_cast<double>(log_total);
   if (!write_gradient) return loss;
   const __m512 shift = _mm512_set1_ps(top + log_total);
-  for (std::int64_t c = 0; c < width; c += kLanes) {
-    const __mmask16 mask = lanes_left(width - c);
-    store(logits + c, mask, exp512(_mm512_sub_ps(load(logits + c, mask), shift)));
-  }
-  store(logits + label, 1, _mm512_set1_ps(-others / total));  // p - 1
+  for_lanes(width, [&](std::int64_t c, auto lanes) {
+    store(logits + c, lanes, exp512(_mm512_sub_ps(load(logits + c, lanes), shift)));
+  });
+  store(logits + label, first, _mm512_set1_ps(-others / total));  // p - 1
   return loss;
 }
 
 bool is_largest(const bf16* logits, std::int64_t width, std::int64_t label) {
-  const __m512 own = _mm512_set1_ps(_mm512_cvtss_f32(load(logits + label, 1)));
-  for (std::int64_t c = 0; c < width; c += kLanes) {
-    const __mmask16 mask = lanes_left(width - c);
-    const __m512 x = load(logits + c, mask);
+  const __m512 own = _mm512_set1_ps(_mm512_cvtss_f32(load(logits + label, Tail{1})));
+  __mmask16 beaten = 0;
+  for_lanes(width, [&](std::int64_t c, auto lanes) {
+    const __m512 x = load(logits + c, lanes);
     // Before the label an equal one would have won.
     const std::int64_t before = std::clamp<std::int64_t>(label - c, 0, kLanes);
-    const __mmask16 earlier = lanes_left(before);
-    const __mmask16 beats = static_cast<__mmask16>(_mm512_mask_cmp_ps_mask(mask, x, own, _CMP_GT_OQ) |
-                                                   _mm512_mask_cmp_ps_mask(mask & earlier, x, own, _CMP_EQ_OQ));
-    if (beats != 0) return false;
-  }
-  return true;
+    const auto earlier = static_cast<__mmask16>((1U << before) - 1);
+    beaten = static_cast<__mmask16>(beaten | _mm512_mask_cmp_ps_mask(mask_of(lanes), x, own, _CMP_GT_OQ) |
+                                    _mm512_mask_cmp_ps_mask(mask_of(lanes) & earlier, x, own, _CMP_EQ_OQ));
+  });
+  return beaten == 0;
 }
 
 void add_to(float* grad, const bf16* x, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = lanes_left(count - i);
-    _mm512_mask_storeu_ps(grad + i, mask, _mm512_add_ps(_mm512_maskz_loadu_ps(mask, grad + i), load(x + i, mask)));
-  }
+  for_lanes(count, [&](std::int64_t i, auto lanes) {
+    store(grad + i, lanes, _mm512_add_ps(load(grad + i, lanes), load(x + i, lanes)));
+  });
 }
 
 bool attention_fits(std::int64_t seq, std::int64_t head_dim) {
@@ -362,12 +391,13 @@ void attention(const bf16* qkv, std::int64_t stride, std::int64_t s, std::int64_
       const float total = _mm512_reduce_add_ps(sum);
       const __m512 inverse = _mm512_set1_ps(1.0F / total);
       for (std::int64_t c = 0; c < s; c += kLanes) {
-        store(scratch.rounded + i * s + c, _mm512_mul_ps(_mm512_loadu_ps(scores + c), inverse));
+        store(scratch.rounded + i * s + c, Full{}, _mm512_mul_ps(_mm512_loadu_ps(scores + c), inverse));
       }
       log_sum[row + i] = top + std::log(total);
     }
-    for_columns(as_pairs(scratch.rounded), s / 2, 1, scratch.v_or_do_pairs, d, s / 2,
-                [&](int i, std::int64_t c, __m512 value) { store(context + (row + i) * context_stride + c, value); });
+    for_columns(
+        as_pairs(scratch.rounded), s / 2, 1, scratch.v_or_do_pairs, d, s / 2,
+        [&](int i, std::int64_t c, __m512 value) { store(context + (row + i) * context_stride + c, Full{}, value); });
   }
 }
 
@@ -401,7 +431,7 @@ void attention_backward(const bf16* qkv, std::int64_t stride, std::int64_t s, st
         const __m512 ds =
             _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(p + c), scale_v), _mm512_sub_ps(_mm512_loadu_ps(dp + c), mean));
         _mm512_storeu_ps(dp + c, ds);
-        store(scratch.rounded + i * s + c, ds);
+        store(scratch.rounded + i * s + c, Full{}, ds);
       }
     }
     for (int i = 0; i < 4; i += 2) {
@@ -414,14 +444,15 @@ void attention_backward(const bf16* qkv, std::int64_t stride, std::int64_t s, st
       }
     }
     for_columns(as_pairs(scratch.rounded), s / 2, 1, scratch.k_pairs, d, s / 2,
-                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + c, value); });
+                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + c, Full{}, value); });
   }
   // dK = dS' Q and dV = P' dO: the row pairs of dS and P are what their transposes need.
   for (std::int64_t row = 0; row < s; row += 4) {
     for_columns(scratch.ds_pairs + row, 1, s, scratch.q_pairs, d, s / 2,
-                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + d + c, value); });
-    for_columns(scratch.p_pairs + row, 1, s, scratch.v_or_do_pairs, d, s / 2,
-                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + 2 * d + c, value); });
+                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + d + c, Full{}, value); });
+    for_columns(scratch.p_pairs + row, 1, s, scratch.v_or_do_pairs, d, s / 2, [&](int i, std::int64_t c, __m512 value) {
+      store(d_qkv + (row + i) * stride + 2 * d + c, Full{}, value);
+    });
   }
 }
 

@@ -1,0 +1,89 @@
+"""The training step of our PyTorch twin, as fast as PyTorch makes it: the peer of `cram_bench step`.
+
+usage: torch_step.py --mode eager-fp32|eager-bf16|compiled-fp32|compiled-bf16 [--layers N ...] [--seconds 12]
+
+Sparse prediction (decoder on the masked positions only), autocast for bf16 with fp32 weights, fused AdamW, gradient
+clipping, as the public trainer does it. Compiling and the first step are not measured. On a GPU, compiled modes use CUDA
+graphs. Prints one RESULT line.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "reference"))
+import crammed_bert as twin  # noqa: E402
+
+
+def make_batch(config, rows, masked, device, generator):
+    ids = torch.randint(5, config.vocab_size, (rows, config.seq_length), generator=generator)
+    chosen = torch.stack([torch.randperm(config.seq_length, generator=generator)[:masked].sort().values for _ in range(rows)])
+    positions = (chosen + config.seq_length * torch.arange(rows)[:, None]).reshape(-1)
+    flat = ids.view(-1)
+    labels = flat[positions].clone()
+    flat[positions] = twin.MASK_ID
+    return ids.to(device), positions.to(device), labels.to(device)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", required=True)
+    for name, default in [("layers", 16), ("hidden", 768), ("heads", 12), ("ffn", 3072), ("vocab", 32768), ("seq", 128),
+                          ("micro-batch", 32), ("accumulation", 1), ("threads", 0)]:
+        parser.add_argument("--" + name, type=int, default=default)
+    parser.add_argument("--seconds", type=float, default=12)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    kind, precision = args.mode.split("-")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    config = twin.Config(layers=args.layers, hidden=args.hidden, heads=args.heads, ffn=args.ffn, vocab_size=args.vocab,
+                         seq_length=args.seq)
+    generator = torch.Generator().manual_seed(0)
+    device = torch.device(args.device)
+    model = twin.CrammedBert(config, generator).to(device).train()
+    batches = [make_batch(config, args.micro_batch, args.seq // 4, device, generator) for _ in range(4)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-12, weight_decay=0.01, fused=True)
+
+    def loss_of(ids, positions, labels):
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            hidden = model.encoder(ids).reshape(-1, config.hidden)[positions]
+            logits = F.linear(hidden, model.encoder.embedding.word_embedding.weight)
+        return F.cross_entropy(logits.float(), labels)
+
+    if kind == "compiled":
+        loss_of = torch.compile(loss_of, mode="reduce-overhead" if device.type == "cuda" else "default")
+
+    def step(number):
+        for micro in range(args.accumulation):
+            loss = loss_of(*batches[(number * args.accumulation + micro) % len(batches)]) / args.accumulation
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)  # keeps the memory
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return loss
+
+    from_s = time.perf_counter()
+    for warm_up in range(2):
+        loss = step(warm_up)
+    compile_s = time.perf_counter() - from_s
+    times, from_s, number = [], time.perf_counter(), 2
+    while len(times) < 3 or time.perf_counter() - from_s < args.seconds:
+        start = time.perf_counter()
+        loss = step(number)
+        times.append(time.perf_counter() - start)
+        number += 1
+    tokens = args.micro_batch * args.accumulation * args.seq
+    print(f"RESULT tokens_per_s={tokens / statistics.median(times):.6g} step_ms={1e3 * statistics.median(times):.6g} "
+          f"warm_up_s={compile_s:.3g} loss={loss.item() * args.accumulation:.6g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+// Where tensors on the CPU get their memory: blocks that were used once are kept and given out again, so that a step
+// after the first takes nothing from the system, and large ones lie in huge pages, which spares the TLB most of its
+// misses.
+#pragma once
+
+#include <cstdint>
+
+namespace cram {
+
+/// From now on every CPU tensor of this process uses it. For the start of main(), before any tensor exists.
+void install_cpu_memory();
+
+struct CpuMemoryCounts {
+  std::int64_t blocks_from_system = 0;  ///< so far
+  std::int64_t bytes_from_system = 0;
+  std::int64_t blocks_given = 0;
+};
+/// Zeros when it is not installed.
+[[nodiscard]] CpuMemoryCounts cpu_memory_counts();
+
+}  // namespace cram
