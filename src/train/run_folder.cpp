@@ -72,14 +72,14 @@ std::string rank_log_path(const std::string& run_folder, int rank) {
 
 std::int64_t next_attempt(const std::string& run_folder) {
   std::ifstream metrics(run_folder + "/metrics.jsonl");
-  constexpr std::string_view kKey = "\"attempt\":";
   std::int64_t next = 0;
   std::string line;
   while (std::getline(metrics, line)) {
-    const std::size_t key = line.rfind(kKey);
-    if (key == std::string::npos || line.back() != '}') continue;  // torn by a crash
-    next = std::max(next,
-                    parse_integer(line.substr(key + kKey.size(), line.size() - 1 - key - kKey.size()), run_folder) + 1);
+    // A crash may have torn a line; what is not an object with a number is no attempt.
+    const nlohmann::json entry = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!entry.is_object()) continue;
+    const auto attempt = entry.find("attempt");
+    if (attempt != entry.end() && attempt->is_number_integer()) next = std::max(next, attempt->get<std::int64_t>() + 1);
   }
   return next;
 }
