@@ -198,6 +198,28 @@ TEST(Fused, CrossEntropy) {
   EXPECT_NEAR(sure[0][9].item<double>() / exact[0][9].item<double>(), 1, 0.004);
 }
 
+TEST(Fused, ScatterAddRows) {
+  CRAM_NEEDS_FUSED();
+  for (const auto& [rows, width] : {std::pair<std::int64_t, std::int64_t>{0, 16}, {1, 5}, {50, 48}, {333, 200}}) {
+    const at::Tensor d_rows = random_bf16({rows, width}, 1);
+    const at::Tensor ids = at::arange(rows, at::kLong).mul_(5).remainder_(17).sub_(1);  // many twice, some -1
+    const at::Tensor found = at::ones({20, width}), expected = at::ones({20, width}, at::kDouble);
+    kernels::scatter_add_rows(found, ids, d_rows, -1);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const auto id = ids[r].item<std::int64_t>();
+      if (id >= 0) expected[id].add_(d_rows[r].to(at::kDouble));
+    }
+    EXPECT_LE(norm_error(found, expected), 1e-6) << rows << "x" << width;
+    expect_same_bits_for_threads(
+        [&] {
+          const at::Tensor sums = at::zeros({20, width});
+          kernels::scatter_add_rows(sums, ids, d_rows, -1);
+          return std::vector{sums};
+        },
+        "scatter_add_rows");
+  }
+}
+
 TEST(Fused, AddTo) {
   CRAM_NEEDS_FUSED();
   for (const std::int64_t count : {0, 1, 17, 100'000}) {

@@ -189,6 +189,20 @@ void add_to_(const at::Tensor& sum, const at::Tensor& x) {
 }
 
 void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& d_rows, std::int64_t skip_id) {
+  if (uses_fused(d_rows) && is_float(grad) && ids.is_contiguous()) {
+    // Every thread has some columns of all rows, so rows are added in their order whatever the number of threads.
+    const std::int64_t rows = d_rows.size(0), width = d_rows.size(1);
+    const auto* id = ids.const_data_ptr<std::int64_t>();
+    auto* sums = grad.data_ptr<float>();
+    at::parallel_for(0, (width + 63) / 64, 1, [&](std::int64_t first, std::int64_t last) {
+      const std::int64_t begin = first * 64, end = std::min(last * 64, width);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        if (id[r] == skip_id || id[r] < 0) continue;
+        avx512::add_to(sums + id[r] * width + begin, const_data(d_rows) + r * width + begin, end - begin);
+      }
+    });
+    return;
+  }
   // Rows of the skipped id are zeroed rather than removed: no data-dependent shape, so no host synchronisation.
   const at::Tensor kept = d_rows.to(grad.scalar_type()) * ids.ne(skip_id).unsqueeze(1);
   grad.index_add_(0, ids.clamp_min(0), kept);
