@@ -7,11 +7,12 @@ set -euo pipefail
 text="" steps=30
 while [ $# -gt 0 ]; do
   case $1 in
-    --text) text=$2; shift 2 ;;
-    --steps) steps=$2; shift 2 ;;
-    *) echo "usage: bench/layouts.sh --text DIR [--steps N]" >&2; exit 2 ;;
+    --text) text=${2-}; shift $(($# > 1 ? 2 : 1)) ;;
+    --steps) steps=${2-}; shift $(($# > 1 ? 2 : 1)) ;;
+    *) steps=""; break ;;
   esac
 done
+[[ $steps =~ ^[1-9][0-9]*$ ]] || { echo "usage: bench/layouts.sh --text DIR [--steps N]" >&2; exit 2; }
 [ -e "$text" ] || { echo "layouts: name a folder of .txt files with --text" >&2; exit 2; }
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

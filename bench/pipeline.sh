@@ -6,7 +6,7 @@ set -euo pipefail
 [ $# -gt 0 ] || set -- 2 4
 plain=0 interleaved=0 gain=0 simulator=0
 for stages in "$@"; do
-  [[ $stages =~ ^[0-9]+$ ]] || { echo "usage: bench/pipeline.sh [STAGES ...]" >&2; exit 2; }
+  [[ $stages =~ ^([2-9]|[1-9][0-9]+)$ ]] || { echo "usage: bench/pipeline.sh [STAGES ...]" >&2; exit 2; }
   output=$(on_ranks "$stages" cram_bench pipeline)
   grep -v '^RESULT' <<< "$output"
   line=$(grep '^RESULT' <<< "$output")

@@ -65,19 +65,18 @@ int run(int argc, char** argv) {
   const Launch launch = detect_launch();
   configure_log({.rank = launch.rank, .world_size = launch.world_size, .says = !command.has("json")});
   const MpiEnvironment mpi(launch, &argc, &argv);
-  return guarded_main(
-      "cram_bench",
-      [&] {
-        const std::unique_ptr<Communicator> world =
-            launch.world_size > 1 ? make_mpi_communicator() : make_self_communicator();
-        BenchContext context{config, options, launch, *world, paths};
-        const BenchResult result = chosen->run(context);
-        if (world->rank() == 0) print_result(result, command.has("json"));
-        return 0;
-      },
-      [&](int exit_code) {
-        if (launch.world_size > 1) mpi.abort(exit_code);
-      });
+  return guarded_main("cram_bench",
+                      [&] {
+                        const std::unique_ptr<Communicator> world =
+                            launch.world_size > 1 ? make_mpi_communicator() : make_self_communicator();
+                        BenchContext context{config, options, launch, *world, paths};
+                        const BenchResult result = chosen->run(context);
+                        if (world->rank() == 0) print_result(result, command.has("json"));
+                        return 0;
+                      },
+                      {.after_report = [&](int exit_code) {
+                        if (launch.world_size > 1) mpi.abort(exit_code);
+                      }});
 }
 
 }  // namespace

@@ -1,5 +1,10 @@
 // cram_train: pretrains the encoder. Without --config it is the one-day recipe.
+#include <chrono>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <optional>
+#include <thread>
 
 #include "apps/program.h"
 #include "apps/train_session.h"
@@ -12,6 +17,30 @@
 #include "train/signals.h"
 
 namespace {
+
+// Only several ranks wait for each other.
+std::unique_ptr<cram::Watchdog> make_watchdog(const cram::Config& config, const cram::Launch& launch,
+                                              const std::shared_ptr<cram::PendingOperations>& pending,
+                                              const cram::StopSignals& signals) {
+  if (launch.world_size == 1) return nullptr;
+  cram::WatchdogSettings settings;
+  settings.rank = launch.rank;
+  settings.world_size = launch.world_size;
+  settings.timeout_s = config.parallel.timeout.seconds();
+  settings.quiet_timeout_s = config.parallel.init_timeout.seconds();
+  settings.ending = [&signals] { return signals.received() == SIGTERM; };
+  return std::make_unique<cram::Watchdog>(pending, std::move(settings));
+}
+
+// What is wrong with a configuration every rank finds. Rank 0 says it and ends the job, which reaches the others as a
+// SIGTERM; one that is not ended within two seconds speaks, because then it alone knows.
+void let_rank_zero_speak_first(const cram::Launch& launch, const cram::StopSignals& signals, int exit_code) {
+  if (launch.rank == 0 || exit_code != static_cast<int>(cram::ExitCode::kUsage)) return;
+  for (int i = 0; i < 40; ++i) {
+    if (signals.received() == SIGTERM) std::_Exit(exit_code);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+}
 
 int run(int argc, char** argv) {
   cram::CommandLine command("cram_train",
@@ -27,6 +56,10 @@ int run(int argc, char** argv) {
   cram::Config config;
   cram::OptionTable options;
   cram::add_train_options(options, config);
+  const cram::Launch launch = cram::detect_launch();
+  if (command.has("help") || command.has("version") || command.has("print-config")) {
+    if (launch.rank > 0) return 0;  // once is enough
+  }
   if (command.has("help")) {
     std::fputs(command
                    .help("cram_train [--config FILE] [section.key=value ...]",
@@ -55,26 +88,35 @@ int run(int argc, char** argv) {
   }
 
   const cram::StopSignals signals;  // from here on a signal is answered with exit code 75
-  const cram::Launch launch = cram::detect_launch();
   cram::configure_log({.rank = launch.rank, .world_size = launch.world_size});
   const cram::TrainRequest request{command.has("fresh"), command.has("force"), command.has("dry-run"),
                                    command.has("verify"), static_cast<int>(planned)};
-  const cram::MpiEnvironment mpi(launch, &argc, &argv);
+  // From here on ranks wait for each other, MPI_Init included.
+  const auto pending = std::make_shared<cram::PendingOperations>();
+  const std::unique_ptr<cram::Watchdog> watchdog = make_watchdog(config, launch, pending, signals);
+  std::optional<cram::MpiEnvironment> mpi;
+  {
+    const cram::PendingOperations::Scope starting(*pending, {.name = "MPI_Init"});
+    mpi.emplace(launch, &argc, &argv);
+  }
   // Inside the scope of MPI: a rank that fails must end the job before it would wait for the others in MPI_Finalize.
   return cram::guarded_main(
       "cram_train",
       [&] {
         const std::unique_ptr<cram::Communicator> world =
             launch.world_size > 1 ? cram::make_mpi_communicator() : cram::make_self_communicator();
+        world->report_to(pending);
         CRAM_CHECK(world->size() == launch.world_size, cram::ExitCode::kUsage, launch.launcher, " started ",
                    launch.world_size, " ranks, but MPI sees ", world->size(),
                    ": they do not know each other; with srun use --mpi=pmix, otherwise mpirun of the MPI that this "
                    "program was built with");
-        return cram::run_training(config, options, request, launch, *world, signals);
+        return cram::run_training(config, options, request, launch, *world, signals, watchdog.get());
       },
-      [&](int exit_code) {
-        if (launch.world_size > 1) mpi.abort(exit_code);
-      });
+      {.before_report = [&](int exit_code) { let_rank_zero_speak_first(launch, signals, exit_code); },
+       .after_report =
+           [&](int exit_code) {
+             if (launch.world_size > 1) mpi->abort(exit_code);
+           }});
 }
 
 }  // namespace

@@ -32,12 +32,12 @@ void prepare_process() {
 
 }  // namespace
 
-int guarded_main(const std::string& program, const std::function<int()>& body,
-                 const std::function<void(int)>& on_failure) {
+int guarded_main(const std::string& program, const std::function<int()>& body, const FailureHooks& hooks) {
   const auto report = [&](const std::string& what, ExitCode code) {
+    if (hooks.before_report) hooks.before_report(static_cast<int>(code));
     live_line("");
     log_message(LogLevel::kError, program + ": " + what);
-    if (on_failure) on_failure(static_cast<int>(code));
+    if (hooks.after_report) hooks.after_report(static_cast<int>(code));
     return static_cast<int>(code);
   };
   try {

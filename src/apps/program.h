@@ -7,10 +7,15 @@
 
 namespace cram {
 
-/// Runs `body`, reports any exception on stderr in one message and returns the documented exit code. `on_failure` gets
-/// that code after the report, for a program of several ranks that must not be left waiting.
+/// For a program of several ranks: who speaks, and that none is left waiting. They get the exit code.
+struct FailureHooks {
+  std::function<void(int)> before_report = {};
+  std::function<void(int)> after_report = {};
+};
+
+/// Runs `body`, reports any exception on stderr in one message and returns the documented exit code.
 [[nodiscard]] int guarded_main(const std::string& program, const std::function<int()>& body,
-                               const std::function<void(int)>& on_failure = {});
+                               const FailureHooks& hooks = {});
 
 /// A flag of a program: "--config FILE" (takes a value) or "--fresh".
 struct Flag {

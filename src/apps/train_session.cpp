@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 
-#include <csignal>
 #include <filesystem>
 #include <map>
 #include <sstream>
@@ -150,18 +149,6 @@ std::unique_ptr<Communicator> make_device_world(Communicator& world, const Confi
   return make_nccl_communicator(world, choice.device);
 }
 
-// Only several ranks wait for each other.
-std::unique_ptr<Watchdog> make_watchdog(const Config& config, Communicator& world, const StopSignals& signals) {
-  if (world.size() == 1) return nullptr;
-  WatchdogSettings settings;
-  settings.rank = world.rank();
-  settings.world_size = world.size();
-  settings.timeout_s = config.parallel.timeout.seconds();
-  settings.quiet_timeout_s = config.parallel.init_timeout.seconds();
-  settings.ending = [&signals] { return signals.received() == SIGTERM; };
-  return std::make_unique<Watchdog>(world.shared_pending(), std::move(settings));
-}
-
 // Sequence parallelism cuts the rows of a micro-batch; better refused here than in the first step.
 void check_rows_can_be_shared(const Config& config, const Layout& layout) {
   const std::int64_t rows = config.train.micro_batch_size * config.model.seq_length;
@@ -190,9 +177,8 @@ int verify_run(Communicator& world, const Config& config) {
 }  // namespace
 
 int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
-                 Communicator& world, const StopSignals& signals) {
+                 Communicator& world, const StopSignals& signals, Watchdog* watchdog) {
   world.check_calls(config.parallel.check_calls);
-  const std::unique_ptr<Watchdog> watchdog = make_watchdog(config, world, signals);
   const int ranks = request.planned_ranks > 0 ? request.planned_ranks : world.size();
   const Layout layout =
       layout_for(ranks, static_cast<int>(config.parallel.tensor), static_cast<int>(config.parallel.pipeline));
@@ -237,7 +223,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   resume_from = broadcast_text(world, resume_from);
   info.progress.attempt = agree_on_largest(world, info.progress.attempt);
   if (world.rank() > 0) open_log_file(rank_log_path(config.run.output, world.rank()));
-  if (watchdog) watchdog->call_roll_in(config.run.output + "/logs");
+  if (watchdog != nullptr) watchdog->call_roll_in(config.run.output + "/logs");
   print_ranks(mesh, choice, launch);
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit

@@ -7,6 +7,7 @@
 #include "base/options.h"
 #include "parallel/communicator.h"
 #include "parallel/launch.h"
+#include "parallel/watchdog.h"
 #include "train/signals.h"
 #include "train/train_config.h"
 
@@ -21,8 +22,9 @@ struct TrainRequest {
 };
 
 /// `config` is what `options` points to; every rank of `world` calls it with the same arguments. Returns the exit code;
-/// throws Error, on one rank or on all, so the caller ends the job when this throws.
+/// throws Error, on one rank or on all, so the caller ends the job when this throws. `watchdog` is this rank's, or
+/// null.
 [[nodiscard]] int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
-                               Communicator& world, const StopSignals& signals);
+                               Communicator& world, const StopSignals& signals, Watchdog* watchdog);
 
 }  // namespace cram

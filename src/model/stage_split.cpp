@@ -42,7 +42,8 @@ std::vector<BlockRange> split_layers(std::int64_t layers, std::int64_t blocks, c
   const std::vector<std::int64_t> sizes = chosen.empty() ? balanced_sizes(layers, blocks) : chosen_sizes(chosen);
   std::int64_t sum = 0;
   for (const std::int64_t size : sizes) {
-    CRAM_CHECK(size > 0, ExitCode::kUsage, "parallel.split=", chosen, ": every block needs at least one layer");
+    CRAM_CHECK(size > 0, ExitCode::kUsage, "parallel.split=", chosen,
+               ": every block needs at least one layer, as in 8,8,7,7");
     sum += size;
   }
   CRAM_CHECK(static_cast<std::int64_t>(sizes.size()) == blocks && sum == layers, ExitCode::kUsage,

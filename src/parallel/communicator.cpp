@@ -30,26 +30,26 @@ void Communicator::check_peer(const char* operation, int peer) const {
 Operation Communicator::begin(const char* name, at::ScalarType dtype, std::int64_t count, double bytes, int peer) {
   const Operation operation{name, &name_, rank_, size_, peer, dtype, count, trace_.operations()};
   trace_.record(name, dtype, count, bytes);
+  if (peer < 0) ++collectives_;
   if (checks_calls_ && peer < 0 && size_ > 1) compare_calls(operation);
   return operation;
 }
 
 void Communicator::compare_calls(const Operation& operation) {
-  std::int64_t name_digest = 0;  // the first 8 letters tell all operations apart
-  std::memcpy(&name_digest, operation.name, std::min(sizeof name_digest, std::strlen(operation.name)));
+  // Messages are between two ranks, so their number may differ: collectives are counted on their own.
+  std::int64_t name[2] = {};
+  std::memcpy(name, operation.name, std::min(sizeof name - 1, std::strlen(operation.name)));
   const at::Tensor mine = at::tensor(
-      {operation.sequence, name_digest, static_cast<std::int64_t>(operation.dtype), operation.count}, at::kLong);
+      {collectives_, name[0], name[1], static_cast<std::int64_t>(operation.dtype), operation.count}, at::kLong);
   const at::Tensor all = at::empty({size_, mine.numel()}, at::kLong);
   const PendingOperations::Scope waiting(*pending_, operation);
   start_all_gather(all, mine).wait();
   for (int r = 0; r < size_; ++r) {
     if (at::equal(all[r], mine)) continue;
     const auto* theirs = all[r].const_data_ptr<std::int64_t>();
-    char name[sizeof name_digest + 1] = {};
-    std::memcpy(name, &theirs[1], sizeof name_digest);
-    fail(ExitCode::kPeerLost, "ranks of group ", name_, " have gone apart: rank ", rank_, " calls ", operation.text(),
-         ", rank ", r, " calls ", name, " of ", theirs[3], " x ", c10::toString(static_cast<at::ScalarType>(theirs[2])),
-         ", number ", theirs[0]);
+    fail(ExitCode::kPeerLost, "ranks of group ", name_, " have gone apart at collective ", collectives_, ": rank ",
+         rank_, " calls ", operation.text(), ", rank ", r, " calls ", reinterpret_cast<const char*>(theirs + 1), " of ",
+         theirs[4], " x ", c10::toString(static_cast<at::ScalarType>(theirs[3])), ", its collective ", theirs[0]);
   }
 }
 

@@ -105,6 +105,8 @@ class Communicator {
   /// What this rank waits for; shared by a group and all that were split off it.
   [[nodiscard]] PendingOperations& pending() const { return *pending_; }
   [[nodiscard]] std::shared_ptr<const PendingOperations> shared_pending() const { return pending_; }
+  /// From now on this group, and what is split off it, tells `pending` what it waits for.
+  void report_to(std::shared_ptr<PendingOperations> pending) { pending_ = std::move(pending); }
 
   /// Debugging: before every collective the ranks of the group compare what they are about to do, and a difference is
   /// Error(kPeerLost) naming both sides instead of a hang or a wrong sum. Costs a small all-gather each. Groups split
@@ -142,6 +144,7 @@ class Communicator {
   CommunicationTrace trace_;
   std::shared_ptr<PendingOperations> pending_ = std::make_shared<PendingOperations>();
   bool checks_calls_ = false;
+  std::int64_t collectives_ = 0;
 };
 
 /// The group of this process alone: every operation is a copy or nothing.

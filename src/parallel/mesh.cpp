@@ -35,7 +35,8 @@ std::vector<int> group_ranks(const Layout& layout, Axis axis, int rank) {
 Layout layout_for(int world_size, int tensor, int pipeline) {
   CRAM_CHECK(tensor >= 1 && pipeline >= 1 && world_size % (tensor * pipeline) == 0, ExitCode::kUsage, world_size,
              " ranks cannot be parallel.tensor=", tensor, " x parallel.pipeline=", pipeline,
-             " x data: the product must divide the number of ranks");
+             " x data: the product must divide the number of ranks; start ", tensor * pipeline,
+             " of them or a multiple, or choose ", "sizes whose product divides ", world_size);
   return {tensor, pipeline, world_size / (tensor * pipeline)};
 }
 

@@ -14,7 +14,7 @@ std::string Operation::text() const {
 
 PendingOperations::Scope::Scope(PendingOperations& all, const Operation& operation) : all_(all) {
   const std::lock_guard lock(all_.mutex_);
-  all_.entries_.push_back({operation, std::chrono::steady_clock::now()});
+  all_.entries_.push_back({operation, all_.next_serial_++, std::chrono::steady_clock::now()});
 }
 
 PendingOperations::Scope::~Scope() {
@@ -61,7 +61,7 @@ PendingOperations::Waiting PendingOperations::now() const {
   if (entries_.empty()) return {};
   const Entry& outermost = entries_.front();
   const std::chrono::duration<double> since = std::chrono::steady_clock::now() - outermost.since;
-  return {true, since.count(), concat(context(), ": ", outermost.operation.text())};
+  return {true, outermost.serial, since.count(), concat(context(), ": ", outermost.operation.text())};
 }
 
 }  // namespace cram

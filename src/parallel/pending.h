@@ -58,8 +58,9 @@ class PendingOperations {
 
   struct Waiting {
     bool any = false;
-    double since_s = 0;  ///< how long the outermost operation has been pending
-    std::string text;    ///< step, micro-batch, phase and operation
+    std::int64_t serial = 0;  ///< of the outermost operation: another number, another wait
+    double since_s = 0;       ///< how long it has been pending
+    std::string text;         ///< step, micro-batch, phase and operation
   };
   [[nodiscard]] Waiting now() const;
   /// "step 12, micro-batch 3, training".
@@ -68,10 +69,12 @@ class PendingOperations {
  private:
   struct Entry {
     Operation operation;
+    std::int64_t serial = 0;
     std::chrono::steady_clock::time_point since;
   };
   mutable std::mutex mutex_;
   std::vector<Entry> entries_;  // a stack: waits nest
+  std::int64_t next_serial_ = 0;
   std::vector<double> steps_s_;
   std::size_t next_step_ = 0;
   std::atomic<Phase> phase_{Phase::kStarting};

@@ -19,6 +19,7 @@ constexpr auto kLook = milliseconds(50);
 constexpr double kEndingWait_s = 0.2;           // shorter waits are ordinary
 constexpr auto kRollCall = milliseconds(1500);  // other ranks got stuck at almost the same time
 constexpr double kMedianSteps = 5;
+constexpr double kLongestLook_s = 0.5;  // between two looks of a process that is running
 
 std::string roll_call_name(int rank) { return concat("stuck-rank-", rank); }
 
@@ -47,15 +48,30 @@ double Watchdog::limit_s() const {
   return std::max({settings_.timeout_s, settings_.quiet_timeout_s, steps_s});
 }
 
+double Watchdog::watched_s(const PendingOperations::Waiting& waiting) {
+  const auto now = std::chrono::steady_clock::now();
+  const double passed_s = std::chrono::duration<double>(now - last_look_).count();
+  last_look_ = now;
+  if (!waiting.any || waiting.serial != watched_serial_) {
+    watched_serial_ = waiting.any ? waiting.serial : -1;
+    watched_s_ = 0;
+  } else {
+    watched_s_ += std::min(passed_s, kLongestLook_s);
+  }
+  return watched_s_;
+}
+
 void Watchdog::watch() {
   std::unique_lock lock(mutex_);
   while (!stopping_.wait_for(lock, kLook, [&] { return stop_; })) {
     const PendingOperations::Waiting waiting = pending_->now();
+    const double waited_s = watched_s(waiting);
     if (!waiting.any) continue;
-    if (waiting.since_s > limit_s()) {
+    if (waited_s > limit_s()) {
       lock.unlock();  // whoever destroys this waits for the end of the report
-      report_and_leave(waiting);
-      return;
+      const bool left = report_and_leave(waiting, waited_s);
+      lock.lock();
+      if (left) return;
     }
     if (!said_ending_ && waiting.since_s > kEndingWait_s && settings_.ending && settings_.ending()) {
       said_ending_ = true;
@@ -64,14 +80,19 @@ void Watchdog::watch() {
   }
 }
 
-void Watchdog::report_and_leave(const PendingOperations::Waiting& waiting) {
-  std::string report = concat("no answer for ", static_cast<std::int64_t>(waiting.since_s), " s: ", waiting.text);
+bool Watchdog::report_and_leave(const PendingOperations::Waiting& waiting, double waited_s) {
+  std::string report = concat("no answer for ", static_cast<std::int64_t>(waited_s), " s: ", waiting.text);
   log_error(report);
   const std::string missing = roll_call(report);
+  const PendingOperations::Waiting now = pending_->now();
+  if (!now.any || now.serial != waiting.serial) {
+    log_error("an answer came after all, going on");
+    return false;
+  }
   if (!missing.empty()) report += "; " + missing;
   if (settings_.give_up) {
     settings_.give_up(report);
-    return;
+    return true;
   }
   std::_Exit(static_cast<int>(ExitCode::kPeerLost));
 }
@@ -82,7 +103,10 @@ std::string Watchdog::roll_call(const std::string& report) const {
     const std::lock_guard lock(mutex_);
     folder = roll_call_folder_;
   }
-  if (folder.empty()) return "";
+  if (folder.empty()) {
+    std::this_thread::sleep_for(kRollCall);
+    return "";
+  }
   const fs::path mine = folder / roll_call_name(settings_.rank);
   std::ofstream(mine) << report << "\n";
   std::this_thread::sleep_for(kRollCall);

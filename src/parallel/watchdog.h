@@ -4,6 +4,7 @@
 // report and leaves with exit code 30, which ends the job; MPI itself never notices a rank that hangs.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -44,8 +45,12 @@ class Watchdog {
 
  private:
   void watch();
+  /// Seconds that the operation has been pending while this process was running: one that was stopped with its whole
+  /// job (a suspended allocation) has not waited.
+  [[nodiscard]] double watched_s(const PendingOperations::Waiting& waiting);
   [[nodiscard]] double limit_s() const;
-  void report_and_leave(const PendingOperations::Waiting& waiting);
+  /// False when an answer came after all.
+  [[nodiscard]] bool report_and_leave(const PendingOperations::Waiting& waiting, double waited_s);
   /// Ranks that have not reported being stuck a while after this one did; "" when that cannot be known.
   [[nodiscard]] std::string roll_call(const std::string& report) const;
 
@@ -56,6 +61,9 @@ class Watchdog {
   std::condition_variable stopping_;
   bool stop_ = false;
   bool said_ending_ = false;
+  std::int64_t watched_serial_ = -1;
+  double watched_s_ = 0;
+  std::chrono::steady_clock::time_point last_look_ = std::chrono::steady_clock::now();
   std::thread thread_;  // last: it uses all of the above
 };
 

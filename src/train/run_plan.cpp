@@ -141,8 +141,16 @@ std::string describe_plan(const RunPlanned& plan, const Config& config, const La
                             " stages x ", layout.data, " data x ", layout.tensor, " tensor; rank = tp + ",
                             layout.tensor, " x (dp + ", layout.data, " x pp)");
   const auto ranks_text = [&](Axis axis) {
+    const std::vector<int> group = group_ranks(layout, axis, 0);
     std::string ranks;
-    for (const int rank : group_ranks(layout, axis, 0)) ranks += concat(ranks.empty() ? "" : " ", rank);
+    for (std::size_t i = 0; i < group.size(); ++i) {
+      constexpr std::size_t kShown = 16;
+      if (group.size() > kShown && i >= 3 && i + 1 < group.size()) {
+        if (i == 3) ranks += " ...";
+        continue;
+      }
+      ranks += concat(ranks.empty() ? "" : " ", group[i]);
+    }
     return ranks;
   };
   text += concat("\ngroups of rank 0: tensor {", ranks_text(Axis::kTensor), "}, data {", ranks_text(Axis::kData),

@@ -182,11 +182,22 @@ void resolve_train_config(Config& config, const Layout& layout) {
   // The interleaved schedule takes micro-batches in groups of one a stage.
   const std::int64_t group = parallel.virtual_stages > 1 ? layout.pipeline : 1;
   const std::int64_t per_micro_step = layout.data * t.micro_batch_size * group;
-  CRAM_CHECK(t.batch_quantum % per_micro_step == 0, kBad, "train.batch_quantum=", t.batch_quantum,
-             t.batch_ramp == 0 ? " (the batch size, since the ramp is off)" : "", " is not a multiple of ", layout.data,
-             " data ranks x train.micro_batch_size=", t.micro_batch_size,
-             group > 1 ? concat(" x ", group, " stages (interleaved)") : "", "; nearest legal micro-batch: ",
-             nearest_divisor(std::max<std::int64_t>(1, t.batch_quantum / (layout.data * group)), t.micro_batch_size));
+  if (t.batch_quantum % per_micro_step != 0) {
+    const std::int64_t ranks = layout.data * group;
+    const std::string way_out =
+        t.batch_quantum % ranks == 0
+            ? concat("nearest legal micro-batch: ", nearest_divisor(t.batch_quantum / ranks, t.micro_batch_size))
+            : concat("no micro-batch fits, take another number of data ranks or train.batch_quantum=",
+                     nearest_multiples(t.batch_quantum, per_micro_step));
+    fail(kBad, "train.batch_quantum=", t.batch_quantum,
+         t.batch_ramp == 0 ? " (the batch size, since the ramp is off)" : "", " is not a multiple of ", layout.data,
+         " data ranks x train.micro_batch_size=", t.micro_batch_size,
+         group > 1 ? concat(" x ", group, " stages (interleaved)") : "", "; ", way_out);
+  }
+  for (const auto& [key, timeout] :
+       {std::pair{"parallel.timeout", &parallel.timeout}, std::pair{"parallel.init_timeout", &parallel.init_timeout}}) {
+    CRAM_CHECK(timeout->seconds() > 0, kBad, key, "=", timeout->text(), " must be positive: no answer is instant");
+  }
 }
 
 std::int64_t masked_in_row(const Config& config) {

@@ -73,12 +73,12 @@ const LayoutCase kTp2{"tp2-sp", 2, {"parallel.tensor=2", "parallel.sequence_para
 const LayoutCase kDp2Tp2{"dp2tp2-zero", 4, {"parallel.tensor=2", "parallel.zero=1"}};
 const LayoutCase kPp2{"pp2", 2, {"parallel.pipeline=2", "parallel.check_sync=5", "parallel.staging=true"}};
 const LayoutCase kPp2v2{"pp2v2-zero", 4, {"parallel.pipeline=2", "parallel.virtual_stages=2", "parallel.zero=1"}};
-const LayoutCase kTp2Pp2{"tp2pp2", 4, {"parallel.tensor=2", "parallel.pipeline=2", "parallel.check_calls=true"}};
+const LayoutCase kTp2Pp4{"tp2pp4", 8, {"parallel.tensor=2", "parallel.pipeline=4", "parallel.check_calls=true"}};
 const LayoutCase kAll{"dp2tp2pp2-zero-sp",
                       8,
                       {"parallel.tensor=2", "parallel.pipeline=2", "parallel.zero=1", "parallel.sequence_parallel=true",
                        "model.recompute=layer"}};
-const LayoutCase kLayouts[] = {kDp2, kDp4Zero, kTp2, kDp2Tp2, kPp2, kPp2v2, kTp2Pp2, kAll};
+const LayoutCase kLayouts[] = {kDp2, kDp4Zero, kTp2, kDp2Tp2, kPp2, kPp2v2, kTp2Pp4, kAll};
 
 TEST(Layouts, TwentyStepsEqualOneRank) {
   const std::string where = tiny_corpus();
@@ -206,6 +206,11 @@ TEST(Layouts, LayersThatDoNotDivideAreSplitUnevenly) {
   EXPECT_EQ(plan({"parallel.pipeline=8", "--ranks", "8"}).exit_code, 2);  // four layers
   EXPECT_EQ(plan({"parallel.virtual_stages=2"}).exit_code, 2);
   EXPECT_EQ(plan({"parallel.sequence_parallel=true"}).exit_code, 2);
+  EXPECT_EQ(plan({"parallel.timeout=0s"}).exit_code, 2);
+  const ProgramResult five = plan({"train.micro_batch_size=1", "--ranks", "5"});
+  EXPECT_NE(five.out.find("no micro-batch fits, take another number of data ranks or train.batch_quantum=60 or 65"),
+            std::string::npos)
+      << five.out;
   EXPECT_EQ(run_program({"cram_train", "--ranks", "2"}, where, 30).exit_code, 2);
 }
 
@@ -337,6 +342,42 @@ TEST_F(Failures, AHangingRankIsNamedAndEndsTheJobInTime) {
   expect_nothing_left();
 }
 
+// Wherever it was: before, in or after MPI_Init.
+TEST_F(Failures, ARankThatHangsWhileStartingEndsTheJobInTime) {
+  const std::vector<std::string> argv =
+      small_batches(out_ / "r", {"train.budget=100000steps", "parallel.timeout=2s", "parallel.init_timeout=3s"});
+  program_.emplace(on_ranks(2, argv), tiny_corpus(), kMpiEnvironment);
+  const ProgramResult stopped = run_program(
+      {"/bin/sh", "-c",
+       "for i in $(seq 200); do p=$(pgrep -f 'bin/[c]ram_train.*" + (out_ / "r") +
+           "' | tail -n 1); [ -n \"$p\" ] && [ \"$(cat /proc/$p/comm)\" = cram_train ] && kill -STOP $p && exit 0; "
+           "sleep 0.02; done; exit 1"},
+      tiny_corpus());
+  ASSERT_EQ(stopped.exit_code, 0) << stopped.out;
+  const ProgramResult result = program_->wait(25);
+  EXPECT_EQ(result.exit_code, 30) << result.out;
+  EXPECT_NE(result.out.find("no answer for "), std::string::npos) << result.out;
+  expect_nothing_left();
+}
+
+// Stopped for longer than the timeout, all of it: when the job goes on, nobody has waited.
+TEST_F(Failures, ASuspendedJobGoesOn) {
+  start({"parallel.timeout=2s"});
+  const auto all = [&](const char* signal) {
+    return run_program({"/bin/sh", "-c",
+                        std::string("kill -") + signal + " $(pgrep -f 'bin/[c]ram_train.*" + (out_ / "r") + "')"},
+                       tiny_corpus())
+        .exit_code;
+  };
+  ASSERT_EQ(all("STOP"), 0);
+  std::this_thread::sleep_for(std::chrono::seconds(4));
+  ASSERT_EQ(all("CONT"), 0);
+  std::this_thread::sleep_for(std::chrono::seconds(3));
+  program_->send(SIGUSR1);
+  const ProgramResult result = program_->wait(30);
+  EXPECT_EQ(result.exit_code, 75) << result.out;
+}
+
 // One rank with another data folder: it fails alone, before the others could know.
 TEST_F(Failures, ARankThatThrowsEndsTheJobWithItsCode) {
   std::vector<std::string> argv = on_ranks(1, small_batches(out_ / "r", {"train.budget=10steps"}));
@@ -359,7 +400,9 @@ TEST_F(Failures, RanksThatWereNotStartedAlikeAreRefused) {
   argv.insert(argv.end(), other.begin() + 1, other.end());
   const ProgramResult result = run_program(argv, tiny_corpus(), 30, kMpiEnvironment);
   EXPECT_EQ(result.exit_code, 2) << result.out;
-  EXPECT_NE(result.out.find("train.lr: rank 1 has 1e-04, rank 0 0.002"), std::string::npos) << result.out;
+  const std::size_t said = result.out.find("train.lr: rank 1 has 1e-04, rank 0 0.002");
+  EXPECT_NE(said, std::string::npos) << result.out;
+  EXPECT_EQ(result.out.find("train.lr: rank 1 has", said + 1), std::string::npos) << "said twice: " << result.out;
   EXPECT_FALSE(std::filesystem::exists(out_ / "r"));
 }
 

@@ -207,7 +207,7 @@ inline void check_calls_compared(Communicator& c) {
   } catch (const Error& error) {
     message = error.what();
   }
-  require(message.find("all_redu") != std::string::npos && message.find("barrier") != std::string::npos,
+  require(message.find("all_reduce of") != std::string::npos && message.find("barrier") != std::string::npos,
           "both sides: " + message);
   c.barrier();
 }

@@ -80,6 +80,23 @@ TEST(Watchdog, WaitsLongerWhereOneRankMayWorkAloneAndWhereStepsAreSlow) {
             std::vector<std::string>(2));
 }
 
+// The missing rank comes while the others call the roll: training goes on.
+TEST(Watchdog, LetsARankGoOnThatIsAnsweredAfterAll) {
+  std::atomic<int> gave_up{0};
+  const auto messages = run_ranks(2, [&](Communicator& world) {
+    world.pending().set_phase(PendingOperations::Phase::kTraining);
+    WatchdogSettings settings;
+    settings.timeout_s = 0.4;
+    settings.give_up = [&](const std::string&) { ++gave_up; };
+    const Watchdog watchdog(world.shared_pending(), settings);
+    if (world.rank() == 1) std::this_thread::sleep_for(milliseconds(1000));
+    world.barrier();
+    std::this_thread::sleep_for(milliseconds(1500));  // nothing pending
+  });
+  EXPECT_EQ(messages, std::vector<std::string>(2));
+  EXPECT_EQ(gave_up, 0);
+}
+
 TEST(Watchdog, SaysWhatItWaitsForWhenTheJobIsBeingEnded) {
   std::atomic<bool> asked{false};
   (void)run_ranks(2, [&](Communicator& world) {

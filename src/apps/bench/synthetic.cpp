@@ -12,6 +12,12 @@ namespace cram {
 void prepare_synthetic(Config& config, const Layout& layout) {
   if (config.model.vocab_size == 0) config.model.vocab_size = 32768;
   if (config.model.seq_length == 0) config.model.seq_length = 128;
+  config.train.batch_ramp = 0;
+  if (config.train.batch_size == TrainConfig().batch_size) {
+    // The recipe's batch would take minutes a step on a CPU: four micro-batches show the same.
+    config.train.batch_size =
+        4 * layout.data * config.train.micro_batch_size * (config.parallel.virtual_stages > 1 ? layout.pipeline : 1);
+  }
   resolve_train_config(config, layout);
   check_model_config(config.model);
 }

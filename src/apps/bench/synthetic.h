@@ -10,7 +10,8 @@
 
 namespace cram {
 
-/// Fills in what the shards would decide (V 32768, S 128) and checks the configuration.
+/// Fills in what the shards would decide (V 32768, S 128; no shard is read), makes a batch of four micro-batches unless
+/// a size was chosen, and checks the configuration.
 void prepare_synthetic(Config& config, const Layout& layout);
 
 /// Micro-batches of uniformly drawn tokens with the recipe's number of masked positions; a few made once, given in
