@@ -99,12 +99,7 @@ std::unique_ptr<Linear> make_linear(const std::string& structure, const std::str
 
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x) {
   const Timed timed(Section::kGemm);
-  if (grad.scalar_type() == x.scalar_type()) {
-    at::Tensor target = grad;
-    at::addmm_out(target, grad, dy.t(), x);
-  } else {
-    kernels::add_to_(grad, at::mm(dy.t(), x));  // bf16 product, fp32 sum
-  }
+  kernels::add_transposed_product_(grad, dy, x);
 }
 
 }  // namespace cram

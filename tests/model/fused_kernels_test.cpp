@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "base/check.h"
 #include "model/kernels/avx512.h"
 #include "model/kernels/kernels.h"
 #include "support/golden.h"
@@ -217,6 +218,31 @@ TEST(Fused, ScatterAddRows) {
           return std::vector{sums};
         },
         "scatter_add_rows");
+  }
+}
+
+TEST(Fused, WeightGradientIsSummedInFp32) {
+  CRAM_NEEDS_FUSED();
+  struct Size {
+    std::int64_t tokens, out, in;
+  };
+  for (const Size& size : {Size{0, 16, 16}, Size{2, 2, 16}, Size{6, 10, 48}, Size{130, 98, 80}, Size{2050, 150, 64},
+                           Size{96, 52, 208}, Size{64, 4096, 256}, Size{3, 16, 16}, Size{8, 16, 20}}) {
+    const std::string what = concat(size.tokens, " x ", size.out, " x ", size.in);
+    const at::Tensor dy = random_bf16({size.tokens, size.out}, 1), x = random_bf16({size.tokens, size.in}, 2);
+    const at::Tensor sum = at::ones({size.out, size.in}), before = sum.to(at::kDouble);
+    kernels::add_transposed_product_(sum, dy, x);
+    const at::Tensor expected = before + at::mm(dy.to(at::kDouble).t(), x.to(at::kDouble));
+    // The last two sizes take ATen's product, which is rounded to bf16.
+    const bool rounded = size.tokens == 3 || size.in == 20;
+    EXPECT_LE(norm_error(sum, expected), rounded ? 4e-3 : 1e-6) << what;
+    expect_same_bits_for_threads(
+        [&] {
+          const at::Tensor s = at::zeros({size.out, size.in});
+          kernels::add_transposed_product_(s, dy, x);
+          return std::vector{s};
+        },
+        what);
   }
 }
 

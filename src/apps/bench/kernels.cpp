@@ -73,6 +73,8 @@ BenchResult bench_kernels(BenchContext& context) {
        [&] { (void)composed::attention_backward(dy, batch, m.heads, composed_saved); }},
       {"cross_entropy", 2 * v, [&] { (void)kernels::cross_entropy_(logits, labels, true); },
        [&] { (void)composed::cross_entropy_(logits, labels, true); }},
+      {"weight_gradient", static_cast<double>(sum.nbytes()) * 2 + f + n,
+       [&] { kernels::add_transposed_product_(sum, u, x); }, [&] { sum.add_(at::mm(u.t(), x)); }},
       {"add_to", static_cast<double>(sum.nbytes()) * 2.5, [&] { kernels::add_to_(sum, product); },
        [&] { sum.add_(product); }},
   };

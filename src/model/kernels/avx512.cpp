@@ -356,6 +356,109 @@ void add_to(float* grad, const bf16* x, std::int64_t count) {
   });
 }
 
+// ---- weight gradients
+
+namespace {
+
+constexpr std::int64_t kTokens =
+    1024;  // of dy and x at a time: fewer passes over the gradient, panels from the second level
+constexpr std::int64_t kOutBlock = 48;  // columns of dy packed at a time: eight tiles of six
+constexpr std::int64_t kPanel = 64;     // columns of x in one tile
+
+// Rows of the gradient x 16 * kVectors columns, added to what is there. a: [pairs][kOutBlock], b: [pairs][columns].
+template <int kRows, int kVectors>
+inline __attribute__((always_inline)) void add_tile(const std::uint32_t* a, const std::uint32_t* b, std::int64_t ldb,
+                                                    std::int64_t pairs, float* grad, std::int64_t stride) {
+  __m512 c[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) c[i][j] = _mm512_loadu_ps(grad + i * stride + j * kLanes);
+  }
+  for (std::int64_t kp = 0; kp < pairs; ++kp) {
+    __m512i bv[kVectors];
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) bv[j] = _mm512_loadu_si512(b + kp * ldb + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const __m512i av = _mm512_set1_epi32(static_cast<int>(a[kp * kOutBlock + i]));
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        c[i][j] = _mm512_dpbf16_ps(c[i][j], reinterpret_cast<__m512bh>(av), reinterpret_cast<__m512bh>(bv[j]));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kVectors; ++j) _mm512_storeu_ps(grad + i * stride + j * kLanes, c[i][j]);
+  }
+}
+
+template <int kVectors>
+void add_rows(const std::uint32_t* a, std::int64_t rows, const std::uint32_t* b, std::int64_t ldb, std::int64_t pairs,
+              float* grad, std::int64_t stride) {
+  std::int64_t i = 0;
+  for (; i + 6 <= rows; i += 6) add_tile<6, kVectors>(a + i, b, ldb, pairs, grad + i * stride, stride);
+  for (; i < rows; i += 2) add_tile<2, kVectors>(a + i, b, ldb, pairs, grad + i * stride, stride);
+}
+
+// Row pairs of some columns; the last vector may be short (of dy: `columns` need not be a multiple of 16).
+void pack_pairs_of_columns(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, std::int64_t ld,
+                           std::uint32_t* out) {
+  for (std::int64_t r = 0; r < rows; r += 2) {
+    const bf16* even = x + r * stride;
+    const bf16* odd = even + stride;
+    std::uint32_t* to = out + r / 2 * ld;
+    for (std::int64_t c = 0; c < columns; c += kLanes) {
+      const auto mask = static_cast<__mmask16>(columns - c >= kLanes ? 0xFFFF : (1U << (columns - c)) - 1);
+      const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + c));
+      const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + c));
+      _mm512_storeu_si512(to + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+}
+
+}  // namespace
+
+bool transposed_product_fits(std::int64_t tokens, std::int64_t out, std::int64_t in) {
+  return tokens % 2 == 0 && in % kLanes == 0 && out % 2 == 0;
+}
+
+std::int64_t transposed_product_scratch_bytes(std::int64_t in) {
+  return (kTokens / 2 * in + kTokens / 2 * kOutBlock) * 4 + 128;
+}
+
+void add_transposed_product(const bf16* dy, const bf16* x, float* grad, std::int64_t tokens, std::int64_t out,
+                            std::int64_t in, std::int64_t first, std::int64_t last, void* scratch) {
+  auto* x_pairs = static_cast<std::uint32_t*>(scratch);
+  std::uint32_t* dy_pairs = x_pairs + kTokens / 2 * in;
+  for (std::int64_t t = 0; t < tokens; t += kTokens) {
+    const std::int64_t rows = std::min(kTokens, tokens - t), pairs = rows / 2;
+    // Panels of 64 columns, each contiguous: [panel][pairs][64], a last one of what is left.
+    for (std::int64_t n = 0; n < in; n += kPanel) {
+      const std::int64_t columns = std::min(kPanel, in - n);
+      pack_pairs_of_columns(x + t * in + n, in, rows, columns, columns, x_pairs + n * pairs);
+    }
+    for (std::int64_t m = first; m < last; m += kOutBlock) {
+      const std::int64_t m_rows = std::min(kOutBlock, last - m);
+      pack_pairs_of_columns(dy + t * out + m, out, rows, m_rows, kOutBlock, dy_pairs);
+      for (std::int64_t n = 0; n < in; n += kPanel) {
+        const std::int64_t columns = std::min(kPanel, in - n);
+        const std::uint32_t* panel = x_pairs + n * pairs;
+        float* tile = grad + m * in + n;
+        if (columns == kPanel) {
+          add_rows<4>(dy_pairs, m_rows, panel, columns, pairs, tile, in);
+          continue;
+        }
+        for (std::int64_t c = 0; c < columns; c += kLanes) {
+          add_rows<1>(dy_pairs, m_rows, panel + c, columns, pairs, tile + c, in);
+        }
+      }
+    }
+  }
+}
+
 bool attention_fits(std::int64_t seq, std::int64_t head_dim) {
   return seq % kLanes == 0 && seq <= 512 && head_dim % kLanes == 0 && head_dim <= 128;
 }

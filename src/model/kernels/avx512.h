@@ -35,6 +35,16 @@ void layer_norm_backward(const bf16* dy, const bf16* x, const float* mean, const
 /// grad += x
 void add_to(float* grad, const bf16* x, std::int64_t count);
 
+/// Sizes that `add_transposed_product` can do: an even number of tokens, `in` a multiple of 16, `out` of 2.
+[[nodiscard]] bool transposed_product_fits(std::int64_t tokens, std::int64_t out, std::int64_t in);
+/// Bytes of scratch memory for one call.
+[[nodiscard]] std::int64_t transposed_product_scratch_bytes(std::int64_t in);
+/// grad[m][n] += sum over t of dy[t][m] x[t][n] for m in [first, last), n in [0, in): the weight gradient of y = x W',
+/// summed in fp32 and added to the fp32 gradient without a rounded product between. dy is [tokens][out], x
+/// [tokens][in], grad [out][in]; first and last are even.
+void add_transposed_product(const bf16* dy, const bf16* x, float* grad, std::int64_t tokens, std::int64_t out,
+                            std::int64_t in, std::int64_t first, std::int64_t last, void* scratch);
+
 /// Sizes that `attention_*` can do: S a multiple of 16 up to 512, d a multiple of 16 up to 128.
 [[nodiscard]] bool attention_fits(std::int64_t seq, std::int64_t head_dim);
 /// Bytes of scratch memory for one head.

@@ -3,8 +3,6 @@
 #include <ATen/Parallel.h>
 #include <torch/types.h>
 
-#include <vector>
-
 #include "model/kernels/avx512.h"
 #include "model/kernels/kernels.h"
 
@@ -26,6 +24,17 @@ const avx512::bf16* const_data(const at::Tensor& tensor) {
 std::int64_t rows_at_a_time(std::int64_t width) {
   return std::max<std::int64_t>(1, 32768 / std::max<std::int64_t>(1, width));
 }
+
+// A piece of memory for each thread of a parallel region; from the tensors' allocator, so it is there already.
+class ThreadScratch {
+ public:
+  explicit ThreadScratch(std::int64_t bytes)
+      : memory_(at::empty({at::get_num_threads(), (bytes + 63) / 64 * 64}, at::kByte)) {}
+  [[nodiscard]] void* mine() const { return memory_.data_ptr<std::uint8_t>() + at::get_thread_num() * memory_.size(1); }
+
+ private:
+  at::Tensor memory_;
+};
 
 bool is_float(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); }
 
@@ -125,13 +134,13 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
   const at::Tensor context = at::empty({batch * seq, heads * head_dim}, qkv.options());
   const at::Tensor log_sum = at::empty({batch * heads, seq}, qkv.options().dtype(at::kFloat));
   const std::int64_t stride = qkv.size(1);
+  const ThreadScratch scratch(avx512::attention_scratch_bytes(seq, head_dim));
   at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
-    std::vector<char> scratch(static_cast<std::size_t>(avx512::attention_scratch_bytes(seq, head_dim)));
     for (std::int64_t i = first; i < last; ++i) {
       const std::int64_t row = i / heads * seq, head = i % heads;
       avx512::attention(const_data(qkv) + row * stride + head * 3 * head_dim, stride, seq, head_dim,
                         data(context) + row * context.size(1) + head * head_dim, context.size(1),
-                        log_sum.data_ptr<float>() + i * seq, scratch.data());
+                        log_sum.data_ptr<float>() + i * seq, scratch.mine());
     }
   });
   if (saved != nullptr) {
@@ -148,14 +157,14 @@ at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, s
   const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads), stride = qkv.size(1);
   const at::Tensor d_rows = d_context.contiguous();
   const at::Tensor d_qkv = at::empty_like(qkv);
+  const ThreadScratch scratch(avx512::attention_scratch_bytes(seq, head_dim));
   at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
-    std::vector<char> scratch(static_cast<std::size_t>(avx512::attention_scratch_bytes(seq, head_dim)));
     for (std::int64_t i = first; i < last; ++i) {
       const std::int64_t row = i / heads * seq, head = i % heads;
       const std::int64_t at = row * stride + head * 3 * head_dim;
       avx512::attention_backward(const_data(qkv) + at, stride, seq, head_dim,
                                  const_data(d_rows) + row * d_rows.size(1) + head * head_dim, d_rows.size(1),
-                                 saved.log_sum.const_data_ptr<float>() + i * seq, data(d_qkv) + at, scratch.data());
+                                 saved.log_sum.const_data_ptr<float>() + i * seq, data(d_qkv) + at, scratch.mine());
     }
   });
   return d_qkv;
@@ -176,6 +185,25 @@ CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, 
     }
   });
   return {losses.sum(), correct.sum()};
+}
+
+void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x) {
+  const std::int64_t tokens = dy.size(0), out = dy.size(1), in = x.size(1);
+  if (!uses_fused(dy) || !uses_fused(x) || !is_float(sum) || !avx512::transposed_product_fits(tokens, out, in)) {
+    if (sum.scalar_type() == x.scalar_type()) {
+      at::Tensor target = sum;
+      at::addmm_out(target, sum, dy.t(), x);
+    } else {
+      add_to_(sum, at::mm(dy.t(), x));  // a rounded product, a wide sum
+    }
+    return;
+  }
+  constexpr std::int64_t kRows = 48;  // of the gradient; what the kernel packs at a time
+  const ThreadScratch scratch(avx512::transposed_product_scratch_bytes(in));
+  at::parallel_for(0, (out + kRows - 1) / kRows, 1, [&](std::int64_t first, std::int64_t last) {
+    avx512::add_transposed_product(const_data(dy), const_data(x), sum.data_ptr<float>(), tokens, out, in, first * kRows,
+                                   std::min(last * kRows, out), scratch.mine());
+  });
 }
 
 void add_to_(const at::Tensor& sum, const at::Tensor& x) {

@@ -49,6 +49,9 @@ struct AttentionSaved {
 [[nodiscard]] at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                                             const AttentionSaved& saved);
 
+/// sum += dy^T x: dy [N,out], x [N,in], sum [out,in], the weight gradient of y = x W^T. In fp32 for bf16 operands.
+void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x);
+
 /// sum += x, where the sum may be wider than x.
 void add_to_(const at::Tensor& sum, const at::Tensor& x);
 
