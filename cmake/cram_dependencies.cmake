@@ -91,6 +91,10 @@ add_library(cram_deps_torch INTERFACE)
 target_include_directories(cram_deps_torch SYSTEM INTERFACE
   ${CRAM_TORCH_ROOT}/include ${CRAM_TORCH_ROOT}/include/torch/csrc/api/include)
 target_link_directories(cram_deps_torch INTERFACE ${CRAM_TORCH_ROOT}/lib)
+# at::parallel_for is a template: without OpenMP in our own files it runs on one thread, and says nothing. The wheel's
+# libgomp, so that a process holds one.
+target_compile_options(cram_deps_torch INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
+target_link_libraries(cram_deps_torch INTERFACE ${CRAM_TORCH_ROOT}/lib/libgomp.so.1)
 if(CRAM_CUDA)
   find_package(CUDAToolkit 13)
   if(NOT CUDAToolkit_FOUND)

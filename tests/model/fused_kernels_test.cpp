@@ -51,6 +51,18 @@ void expect_same_bits_for_threads(const Call& call, const std::string& what) {
   for (std::size_t i = 0; i < one.size(); ++i) EXPECT_TRUE(at::equal(one[i], two[i])) << what << ", result " << i;
 }
 
+// Compiled without OpenMP, at::parallel_for runs everything on the calling thread.
+TEST(Threads, SharesWorkOut) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(2);
+  std::vector<int> seen(2, 0);
+  at::parallel_for(0, 2, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) seen[static_cast<std::size_t>(i)] = at::get_thread_num();
+  });
+  at::set_num_threads(before);
+  EXPECT_EQ(seen, (std::vector<int>{0, 1}));
+}
+
 TEST(Fused, IsUsedForContiguousBf16OnTheCpuOnly) {
   CRAM_NEEDS_FUSED();
   EXPECT_TRUE(kernels::uses_fused(random_bf16({4, 32}, 1)));

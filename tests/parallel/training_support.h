@@ -2,6 +2,7 @@
 // compare. It uses the trainer's own parts (MicroSteps, GradSync, Optimizer) and shows what lies between them.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/types.h>
@@ -197,6 +198,7 @@ inline Partition partition_of(const TrainingSetup& setup, const Mesh& mesh) {
 /// Trains on one rank of `world` and writes what it has into `result` under `mutex`.
 inline void train_rank(Communicator& world, const TrainingSetup& setup, TrainingResult& result, std::mutex& mutex) {
   const at::NoGradGuard no_grad;
+  at::set_num_threads(1);  // of this thread: ranks are threads already
   Config config = training_config(setup);
   resolve_train_config(config, setup.layout);
   Sabotaged device_world(world, setup.sabotage, "device world");
