@@ -227,9 +227,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   print_ranks(mesh, choice, launch);
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit
-  Partition partition;
-  if (config.parallel.zero > 0) partition = {mesh.place().dp_rank, layout.data};
-  store.allocate(choice.precision, choice.device, /*with_optimizer=*/true, partition);
+  store.allocate(choice.precision, choice.device, /*with_optimizer=*/true, make_partition(config, mesh));
   if (resume_from.empty()) {
     store.initialize(static_cast<std::uint64_t>(config.run.seed));
   } else {

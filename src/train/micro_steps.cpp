@@ -4,6 +4,8 @@
 
 #include <chrono>
 
+#include "base/profile.h"
+
 namespace cram {
 namespace {
 
@@ -28,6 +30,11 @@ GradSync make_grad_sync(const ParameterStore& store, const Mesh& mesh, bool over
   return GradSync(std::move(buffers), mesh, overlap);
 }
 
+Partition make_partition(const Config& config, const Mesh& mesh) {
+  if (config.parallel.zero == 0) return {};
+  return {mesh.place().dp_rank, mesh.layout().data};
+}
+
 Placement place_in(const Config& config, Communicator& tensor, Communicator& pipeline) {
   const ParallelConfig& parallel = config.parallel;
   return {TensorRegion(tensor, parallel.sequence_parallel), &pipeline,
@@ -44,10 +51,6 @@ MicroSteps::MicroSteps(Encoder& encoder, ParameterStore& store, GradSync& sync, 
       next_batch_(std::move(next_batch)),
       loss_sum_(at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(store.device()))) {}
 
-std::int64_t MicroSteps::per_flush(std::int64_t micro_batches) const {
-  return mesh_.layout().pipeline == 1 ? 1 : micro_batches;
-}
-
 PlanShape MicroSteps::shape_for(int micro_batches) const {
   return {mesh_.layout().pipeline, encoder_.blocks() / mesh_.layout().pipeline, micro_batches};
 }
@@ -59,12 +62,19 @@ const StagePlan& MicroSteps::plan_for(int micro_batches) {
   return plans_[micro_batches] = std::move(all[static_cast<std::size_t>(mesh_.place().pp_rank)]);
 }
 
-void MicroSteps::begin_batch(std::int64_t step, std::int64_t first_sample) {
+bool MicroSteps::run_batch(std::int64_t step, std::int64_t first_sample, std::int64_t micro_batches,
+                           const std::function<bool()>& stop, bool exchange) {
   step_ = step;
   first_sample_ = first_sample;
   done_ = 0;
   loss_sum_.zero_();
   masked_ = data_wait_s_ = 0;
+  const std::int64_t per_flush = mesh_.layout().pipeline == 1 ? 1 : micro_batches;
+  while (done_ < micro_batches) {
+    if (stop && stop()) return false;
+    run(per_flush, /*last=*/exchange && done_ + per_flush == micro_batches);
+  }
+  return true;
 }
 
 void MicroSteps::run(std::int64_t count, bool last) {
@@ -83,7 +93,10 @@ const MicroBatch& MicroSteps::micro_batch(int number) {
   // A rank's first block sees the micro-batches in order; the others find them here.
   while (fetched_ <= number) {
     const double from_s = now_s();
-    const Batch batch = next_batch_();
+    const Batch batch = [&] {
+      const Timed timed(Section::kDataWait);
+      return next_batch_();
+    }();
     data_wait_s_ += now_s() - from_s;
     masked_ += static_cast<double>(batch.labels.numel());
     const auto on_device = [&](const at::Tensor& host) { return host.to(store_.device(), /*non_blocking=*/true); };

@@ -21,15 +21,12 @@ class MicroSteps final : public PipelineStage {
   MicroSteps(Encoder& encoder, ParameterStore& store, GradSync& sync, const Mesh& mesh, const Config& config,
              std::function<Batch()> next_batch);
 
-  /// Micro-batches between two points where nothing is in flight on any stage: one where there is one stage, all of a
-  /// batch otherwise.
-  [[nodiscard]] std::int64_t per_flush(std::int64_t micro_batches) const;
-
-  /// Starts a batch: step number (from 1) and the first global sample, for dropout.
-  void begin_batch(std::int64_t step, std::int64_t first_sample);
-  /// Runs `count` micro-batches, adding their gradients. `last`: the batch ends with them, so gradients are exchanged
-  /// as they become complete.
-  void run(std::int64_t count, bool last);
+  /// Runs the micro-batches of a batch, adding their gradients, which are exchanged as they become complete (not
+  /// without `exchange`). `step` (from 1) and the first global sample are for dropout. `stop` is asked wherever nothing
+  /// is in flight on any stage: before every micro-batch where there is one stage, before the batch otherwise. False
+  /// when it said so; the gradients so far are then the caller's to clear.
+  [[nodiscard]] bool run_batch(std::int64_t step, std::int64_t first_sample, std::int64_t micro_batches,
+                               const std::function<bool()>& stop = {}, bool exchange = true);
 
   struct Totals {
     double loss_sum = 0;     ///< of this rank's micro-batches; 0 where the last stage is another rank
@@ -45,6 +42,7 @@ class MicroSteps final : public PipelineStage {
   [[nodiscard]] at::Tensor make_activation() override;
 
  private:
+  void run(std::int64_t count, bool last);
   [[nodiscard]] const MicroBatch& micro_batch(int number);
   [[nodiscard]] const StagePlan& plan_for(int micro_batches);
   [[nodiscard]] PlanShape shape_for(int micro_batches) const;
@@ -76,6 +74,9 @@ class MicroSteps final : public PipelineStage {
 [[nodiscard]] inline Placement make_placement(const Config& config, const Mesh& mesh) {
   return place_in(config, mesh.tensor(), mesh.pipeline());
 }
+
+/// What this data rank owns of the optimizer's state: all, or its part with parallel.zero.
+[[nodiscard]] Partition make_partition(const Config& config, const Mesh& mesh);
 
 /// The order of computations that the configuration asks for.
 [[nodiscard]] PlanKind plan_kind(const ParallelConfig& parallel);

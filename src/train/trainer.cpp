@@ -107,15 +107,11 @@ std::optional<Trainer::StepPlan> Trainer::plan_step() {
 bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
   const double start_s = now_s();
   traffic_.begin_step();
-  micro_steps_.begin_batch(progress_.step + 1, progress_.consumed_samples);
   const std::int64_t micro_batches = plan.batch_size / (train_.micro_batch_size * parts_.mesh.layout().data);
-  const std::int64_t per_flush = micro_steps_.per_flush(micro_batches);
-  for (std::int64_t done = 0; done < micro_batches; done += per_flush) {
-    if (stop_requested()) {
-      parts_.store.zero_grad();
-      return false;
-    }
-    micro_steps_.run(per_flush, /*last=*/done + per_flush == micro_batches);
+  if (!micro_steps_.run_batch(progress_.step + 1, progress_.consumed_samples, micro_batches,
+                              [this] { return stop_requested(); })) {
+    parts_.store.zero_grad();
+    return false;
   }
   sync_.finish();
   // The gradients are those of the loss sum; one factor turns them into the clipped gradient of the mean.

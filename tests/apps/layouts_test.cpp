@@ -304,6 +304,16 @@ class Failures : public testing::Test {
         tiny_corpus());
     ASSERT_EQ(sent.exit_code, 0) << sent.out;
   }
+  // Two ranks of one job, the second with an option that the first has not.
+  ProgramResult run_with_another_second_rank(const std::string& option) {
+    std::vector<std::string> argv = on_ranks(1, small_batches(out_ / "r", {"train.budget=10steps"}));
+    argv.emplace_back(":");
+    argv.insert(argv.end(), {"-np", "1"});
+    const std::vector<std::string> other = small_batches(out_ / "r", {"train.budget=10steps", option});
+    argv.push_back(std::string(CRAM_PROGRAM_DIR) + "/cram_train");
+    argv.insert(argv.end(), other.begin() + 1, other.end());
+    return run_program(argv, tiny_corpus(), 30, kMpiEnvironment);
+  }
   void expect_nothing_left() {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     const ProgramResult left =
@@ -381,25 +391,13 @@ TEST_F(Failures, ASuspendedJobGoesOn) {
 
 // One rank with another data folder: it fails alone, before the others could know.
 TEST_F(Failures, ARankThatThrowsEndsTheJobWithItsCode) {
-  std::vector<std::string> argv = on_ranks(1, small_batches(out_ / "r", {"train.budget=10steps"}));
-  argv.emplace_back(":");
-  argv.insert(argv.end(), {"-np", "1"});
-  const std::vector<std::string> other = small_batches(out_ / "r", {"train.budget=10steps", "data.shards=nowhere"});
-  argv.push_back(std::string(CRAM_PROGRAM_DIR) + "/cram_train");
-  argv.insert(argv.end(), other.begin() + 1, other.end());
-  const ProgramResult result = run_program(argv, tiny_corpus(), 30, kMpiEnvironment);
+  const ProgramResult result = run_with_another_second_rank("data.shards=nowhere");
   EXPECT_EQ(result.exit_code, 22) << result.out;
   EXPECT_NE(result.out.find("nowhere"), std::string::npos) << result.out;
 }
 
 TEST_F(Failures, RanksThatWereNotStartedAlikeAreRefused) {
-  std::vector<std::string> argv = on_ranks(1, small_batches(out_ / "r", {"train.budget=10steps"}));
-  argv.emplace_back(":");
-  argv.insert(argv.end(), {"-np", "1"});
-  const std::vector<std::string> other = small_batches(out_ / "r", {"train.budget=10steps", "train.lr=1e-4"});
-  argv.push_back(std::string(CRAM_PROGRAM_DIR) + "/cram_train");
-  argv.insert(argv.end(), other.begin() + 1, other.end());
-  const ProgramResult result = run_program(argv, tiny_corpus(), 30, kMpiEnvironment);
+  const ProgramResult result = run_with_another_second_rank("train.lr=1e-4");
   EXPECT_EQ(result.exit_code, 2) << result.out;
   const std::size_t said = result.out.find("train.lr: rank 1 has 1e-04, rank 0 0.002");
   EXPECT_NE(said, std::string::npos) << result.out;

@@ -229,11 +229,7 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
       {"tensor", &mesh.tensor()}, {"data", &mesh.data()}, {"pipeline", &mesh.pipeline()}, {"tied", &mesh.tied()}};
   for (std::int64_t step = 1; step <= setup.steps; ++step) {
     for (const auto& [name, group] : groups) group->trace().reset_bytes();
-    micro_steps.begin_batch(step, (step - 1) * setup.batch_size);
-    const std::int64_t per_flush = micro_steps.per_flush(micro_batches);
-    for (std::int64_t done = 0; done < micro_batches; done += per_flush) {
-      micro_steps.run(per_flush, done + per_flush == micro_batches);
-    }
+    require(micro_steps.run_batch(step, (step - 1) * setup.batch_size, micro_batches), "nobody asked to stop");
     sync.finish();
     if (setup.meddle) setup.meddle(store, mesh, step);
     const MicroSteps::Totals own = micro_steps.totals();

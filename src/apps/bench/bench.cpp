@@ -31,4 +31,16 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
+double median_time_s(const std::function<void()>& call, int calls) {
+  call();
+  call();
+  std::vector<double> seconds;
+  for (int i = 0; i < calls; ++i) {
+    const double from_s = bench_now_s();
+    call();
+    seconds.push_back(bench_now_s() - from_s);
+  }
+  return median(seconds);
+}
+
 }  // namespace cram

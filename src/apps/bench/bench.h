@@ -2,6 +2,7 @@
 // RESULT line (or, with --json, one JSON object); they assert nothing.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -53,5 +54,7 @@ struct Bench {
 [[nodiscard]] double bench_now_s();
 /// The middle one of an odd number of values, the upper middle one otherwise.
 [[nodiscard]] double median(std::vector<double> values);
+/// Median seconds of `calls` calls, after two whose memory and caches are fresh.
+[[nodiscard]] double median_time_s(const std::function<void()>& call, int calls);
 
 }  // namespace cram

@@ -13,20 +13,6 @@
 #include "train/device.h"
 
 namespace cram {
-namespace {
-
-double median_s(const std::function<void()>& call) {
-  std::vector<double> seconds;
-  for (int i = 0; i < 10; ++i) {
-    const double from_s = bench_now_s();
-    call();
-    if (i > 1) seconds.push_back(bench_now_s() - from_s);
-  }
-  return median(seconds);
-}
-
-}  // namespace
-
 BenchResult bench_kernels(BenchContext& context) {
   const at::NoGradGuard no_grad;
   Config& config = context.config;
@@ -79,14 +65,14 @@ BenchResult bench_kernels(BenchContext& context) {
        [&] { sum.add_(product); }},
   };
   const at::Tensor from = at::randn({tokens, m.hidden}, options), to = at::empty_like(from);
-  const double copy_bandwidth = 2 * n / median_s([&] { to.copy_(from); });
+  const double copy_bandwidth = 2 * n / median_time_s([&] { to.copy_(from); }, 8);
   say(choice.reason, "; copying ", static_cast<std::int64_t>(n / 1e6),
       " MB: ", static_cast<std::int64_t>(copy_bandwidth / 1e9), " GB/s");
   say("  kernel               fused ms  composed ms  ratio   GB/s  of a copy's");
   BenchResult result;
   result.add("copy_GBps", copy_bandwidth / 1e9);
   for (const Row& row : rows) {
-    const double fused_s = median_s(row.fused), composed_s = median_s(row.composed);
+    const double fused_s = median_time_s(row.fused, 8), composed_s = median_time_s(row.composed, 8);
     const double bandwidth = row.bytes / fused_s;
     char line[128];
     std::snprintf(line, sizeof line, "  %-20s %8.3f  %11.3f  %5.2f  %5.1f  %9.0f %%", row.name, 1e3 * fused_s,

@@ -39,9 +39,7 @@ BenchResult bench_parallel(BenchContext& context) {
   const Mesh mesh(world, layout);
   ParameterStore store;
   Encoder encoder(config.model, store, make_placement(config, mesh));
-  Partition partition;
-  if (config.parallel.zero > 0) partition = {mesh.place().dp_rank, layout.data};
-  store.allocate(choice.precision, choice.device, true, partition);
+  store.allocate(choice.precision, choice.device, true, make_partition(config, mesh));
   store.initialize(0);
   const std::int64_t micro_batches = config.train.batch_size / (config.train.micro_batch_size * layout.data);
   SyntheticBatches batches(config, mesh.place().dp_rank);
@@ -59,11 +57,7 @@ BenchResult bench_parallel(BenchContext& context) {
     for (int step = 1; step <= 5; ++step) {
       world.barrier();
       const double from_s = bench_now_s();
-      micro_steps.begin_batch(step, 0);
-      const std::int64_t per_flush = micro_steps.per_flush(micro_batches);
-      for (std::int64_t done = 0; done < micro_batches; done += per_flush) {
-        micro_steps.run(per_flush, exchange != Exchange::kNone && done + per_flush == micro_batches);
-      }
+      (void)micro_steps.run_batch(step, 0, micro_batches, {}, exchange != Exchange::kNone);
       const double computed_s = bench_now_s();
       if (exchange != Exchange::kNone) sync.finish();
       const double exchanged_s = bench_now_s();

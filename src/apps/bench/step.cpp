@@ -37,16 +37,6 @@ std::vector<Product> products_of(const Config& config) {
           {"decoder", config.train.micro_batch_size * masked_in_row(config), m.hidden, m.vocab_size, 1}};
 }
 
-double median_time(const std::function<void()>& call) {
-  std::vector<double> seconds;
-  for (int i = 0; i < 6; ++i) {
-    const double from_s = bench_now_s();
-    call();
-    if (i > 0) seconds.push_back(bench_now_s() - from_s);
-  }
-  return median(seconds);
-}
-
 struct GemmTimes {
   double forward_s = 0, input_grad_s = 0, weight_grad_s = 0;
 };
@@ -54,8 +44,8 @@ struct GemmTimes {
 GemmTimes time_product(const Product& p, const at::TensorOptions& options) {
   const at::Tensor x = at::randn({p.rows, p.in}, options), w = at::randn({p.out, p.in}, options);
   const at::Tensor dy = at::randn({p.rows, p.out}, options);
-  return {median_time([&] { (void)at::mm(x, w.t()); }), median_time([&] { (void)at::mm(dy, w); }),
-          median_time([&] { (void)at::mm(dy.t(), x); })};
+  return {median_time_s([&] { (void)at::mm(x, w.t()); }, 5), median_time_s([&] { (void)at::mm(dy, w); }, 5),
+          median_time_s([&] { (void)at::mm(dy.t(), x); }, 5)};
 }
 
 void say_row(const char* format, auto... values) {
@@ -103,9 +93,7 @@ BenchResult bench_step(BenchContext& context) {
   say(choice.reason);
   ParameterStore store;
   Encoder encoder(config.model, store, make_placement(config, mesh));
-  Partition partition;
-  if (config.parallel.zero > 0) partition = {mesh.place().dp_rank, mesh.layout().data};
-  store.allocate(choice.precision, choice.device, true, partition);
+  store.allocate(choice.precision, choice.device, true, make_partition(config, mesh));
   store.initialize(0);
   const TrainConfig& t = config.train;
   const std::int64_t micro_batches = t.batch_size / (t.micro_batch_size * mesh.layout().data);
@@ -116,11 +104,7 @@ BenchResult bench_step(BenchContext& context) {
   Profile profile;
   double loss = 0;
   const auto step = [&](std::int64_t number) {
-    micro_steps.begin_batch(number, 0);
-    const std::int64_t per_flush = micro_steps.per_flush(micro_batches);
-    for (std::int64_t done = 0; done < micro_batches; done += per_flush) {
-      micro_steps.run(per_flush, done + per_flush == micro_batches);
-    }
+    (void)micro_steps.run_batch(number, 0, micro_batches);
     sync.finish();
     const MicroSteps::Totals totals = micro_steps.totals();
     loss = totals.loss_sum / std::max(1.0, totals.masked);
