@@ -9,11 +9,6 @@
 namespace cram {
 namespace {
 
-at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
-  const Timed timed(Section::kGemm);
-  return at::mm(a, b);
-}
-
 enum class Cut { kNone, kOutput, kInput };
 
 ParamSpec dense_spec(const LinearSpec& spec, Cut cut, const TensorRegion& tensor) {
@@ -42,13 +37,13 @@ class DenseLinear final : public Linear {
   at::Tensor forward(const at::Tensor& x, Saved* saved) const override {
     const at::Tensor whole = cut_ == Cut::kOutput ? tensor_.enter(x) : x;
     if (saved != nullptr) saved->x = whole;
-    const at::Tensor y = product(whole, store_.weight(weight_).t());
+    const at::Tensor y = matmul(whole, store_.weight(weight_));
     return cut_ == Cut::kInput ? tensor_.leave_(y) : y;
   }
 
   at::Tensor backward(const at::Tensor& dy, const Saved& saved) const override {
     const at::Tensor whole = cut_ == Cut::kInput ? tensor_.leave_backward(dy) : dy;
-    const at::Tensor dx = product(whole, store_.weight(weight_));
+    const at::Tensor dx = matmul_backward(whole, store_.weight(weight_));
     if (cut_ != Cut::kOutput) {
       accumulate_weight_grad(store_.grad(weight_), whole, saved.x);
       return dx;
@@ -95,6 +90,16 @@ std::unique_ptr<Linear> make_linear(const std::string& structure, const std::str
   }
   fail(ExitCode::kUsage, "linear structure ", structure, " with tensor-parallel style ", tp_style,
        " is not supported; supported: ", supported);
+}
+
+at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight) {
+  const Timed timed(Section::kGemm);
+  return kernels::product_transposed(x, weight);
+}
+
+at::Tensor matmul_backward(const at::Tensor& dy, const at::Tensor& weight) {
+  const Timed timed(Section::kGemm);
+  return kernels::product(dy, weight);
 }
 
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x) {

@@ -52,6 +52,9 @@ class Linear {
                                                   const LinearSpec& spec, ParameterStore& store,
                                                   const TensorRegion& tensor);
 
+/// y [N,out] = x W^T, and dx [N,in] = dy W, of a weight [out,in].
+[[nodiscard]] at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight);
+[[nodiscard]] at::Tensor matmul_backward(const at::Tensor& dy, const at::Tensor& weight);
 /// grad += dy^T x: the weight gradient of y = x W^T, accumulated in the gradient's own format.
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x);
 

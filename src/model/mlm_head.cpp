@@ -2,7 +2,6 @@
 
 #include <torch/types.h>
 
-#include "base/profile.h"
 #include "model/linear.h"
 
 namespace cram {
@@ -16,20 +15,15 @@ MlmHead::MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterSto
 at::Tensor MlmHead::logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const {
   const at::Tensor whole = tensor_.gather_rows(hidden);             // [N,H]
   const at::Tensor picked = at::index_select(whole, 0, positions);  // [M,H]
-  if (saved == nullptr) return at::mm(final_norm_.forward(picked, nullptr), store_.weight(tied_embedding_).t());
+  if (saved == nullptr) return matmul(final_norm_.forward(picked, nullptr), store_.weight(tied_embedding_));
   saved->positions = positions;
   saved->rows = whole.size(0);
   saved->normed = final_norm_.forward(picked, &saved->norm);
-  const Timed timed(Section::kGemm);
-  return at::mm(saved->normed, store_.weight(tied_embedding_).t());
+  return matmul(saved->normed, store_.weight(tied_embedding_));
 }
 
 at::Tensor MlmHead::backward(const at::Tensor& d_logits, const Saved& saved) const {
-  at::Tensor d_normed;  // [M,H], this rank's part
-  {
-    const Timed timed(Section::kGemm);
-    d_normed = at::mm(d_logits, store_.weight(tied_embedding_));
-  }
+  const at::Tensor d_normed = matmul_backward(d_logits, store_.weight(tied_embedding_));  // [M,H], this rank's part
   Work sum = tensor_.group().all_reduce_async_(d_normed);
   accumulate_weight_grad(store_.grad(tied_embedding_), d_logits, saved.normed);
   sum.wait();

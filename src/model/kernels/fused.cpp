@@ -187,6 +187,10 @@ CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, 
   return {losses.sum(), correct.sum()};
 }
 
+at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight) { return at::mm(x, weight.t()); }
+
+at::Tensor product(const at::Tensor& dy, const at::Tensor& weight) { return at::mm(dy, weight); }
+
 void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x) {
   const std::int64_t tokens = dy.size(0), out = dy.size(1), in = x.size(1);
   if (!uses_fused(dy) || !uses_fused(x) || !is_float(sum) || !avx512::transposed_product_fits(tokens, out, in)) {

@@ -1,4 +1,4 @@
-// The operations of the encoder that are not matrix products: one declaration an operation. On bf16 CPU tensors of a
+// The operations of the encoder: one declaration an operation. On bf16 CPU tensors of a
 // processor with AVX512-BF16 they are fused kernels (fused.cpp, avx512.cpp); everywhere else, and as the oracle of
 // those, the compositions of ATen operators in namespace `composed`, for every device and dtype. The choice depends on
 // device, dtype, sizes and instruction set alone.
@@ -49,6 +49,10 @@ struct AttentionSaved {
 [[nodiscard]] at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                                             const AttentionSaved& saved);
 
+/// y [N,out] = x W^T: x [N,in], weight [out,in].
+[[nodiscard]] at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight);
+/// dx [N,in] = dy W: dy [N,out], weight [out,in].
+[[nodiscard]] at::Tensor product(const at::Tensor& dy, const at::Tensor& weight);
 /// sum += dy^T x: dy [N,out], x [N,in], sum [out,in], the weight gradient of y = x W^T. In fp32 for bf16 operands.
 void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x);
 
