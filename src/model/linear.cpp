@@ -37,13 +37,13 @@ class DenseLinear final : public Linear {
   at::Tensor forward(const at::Tensor& x, Saved* saved) const override {
     const at::Tensor whole = cut_ == Cut::kOutput ? tensor_.enter(x) : x;
     if (saved != nullptr) saved->x = whole;
-    const at::Tensor y = matmul(whole, store_.weight(weight_));
+    const at::Tensor y = matmul(whole, store_.weight(weight_), panels_);
     return cut_ == Cut::kInput ? tensor_.leave_(y) : y;
   }
 
   at::Tensor backward(const at::Tensor& dy, const Saved& saved) const override {
     const at::Tensor whole = cut_ == Cut::kInput ? tensor_.leave_backward(dy) : dy;
-    const at::Tensor dx = matmul_backward(whole, store_.weight(weight_));
+    const at::Tensor dx = matmul_backward(whole, store_.weight(weight_), panels_);
     if (cut_ != Cut::kOutput) {
       accumulate_weight_grad(store_.grad(weight_), whole, saved.x);
       return dx;
@@ -60,6 +60,7 @@ class DenseLinear final : public Linear {
   Cut cut_;
   TensorRegion tensor_;
   ParamId weight_;
+  mutable kernels::WeightPanels panels_;
 };
 
 template <Cut cut>
@@ -92,14 +93,14 @@ std::unique_ptr<Linear> make_linear(const std::string& structure, const std::str
        " is not supported; supported: ", supported);
 }
 
-at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight) {
+at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight, kernels::WeightPanels& panels) {
   const Timed timed(Section::kGemm);
-  return kernels::product_transposed(x, weight);
+  return kernels::product_transposed(x, weight, panels);
 }
 
-at::Tensor matmul_backward(const at::Tensor& dy, const at::Tensor& weight) {
+at::Tensor matmul_backward(const at::Tensor& dy, const at::Tensor& weight, kernels::WeightPanels& panels) {
   const Timed timed(Section::kGemm);
-  return kernels::product(dy, weight);
+  return kernels::product(dy, weight, panels);
 }
 
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x) {

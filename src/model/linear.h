@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 
+#include "model/kernels/panels.h"
 #include "model/parameter_store.h"
 #include "parallel/regions.h"
 
@@ -53,8 +54,8 @@ class Linear {
                                                   const TensorRegion& tensor);
 
 /// y [N,out] = x W^T, and dx [N,in] = dy W, of a weight [out,in].
-[[nodiscard]] at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight);
-[[nodiscard]] at::Tensor matmul_backward(const at::Tensor& dy, const at::Tensor& weight);
+[[nodiscard]] at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight, kernels::WeightPanels& panels);
+[[nodiscard]] at::Tensor matmul_backward(const at::Tensor& dy, const at::Tensor& weight, kernels::WeightPanels& panels);
 /// grad += dy^T x: the weight gradient of y = x W^T, accumulated in the gradient's own format.
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x);
 

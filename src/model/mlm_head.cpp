@@ -15,15 +15,16 @@ MlmHead::MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterSto
 at::Tensor MlmHead::logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const {
   const at::Tensor whole = tensor_.gather_rows(hidden);             // [N,H]
   const at::Tensor picked = at::index_select(whole, 0, positions);  // [M,H]
-  if (saved == nullptr) return matmul(final_norm_.forward(picked, nullptr), store_.weight(tied_embedding_));
+  if (saved == nullptr) return matmul(final_norm_.forward(picked, nullptr), store_.weight(tied_embedding_), panels_);
   saved->positions = positions;
   saved->rows = whole.size(0);
   saved->normed = final_norm_.forward(picked, &saved->norm);
-  return matmul(saved->normed, store_.weight(tied_embedding_));
+  return matmul(saved->normed, store_.weight(tied_embedding_), panels_);
 }
 
 at::Tensor MlmHead::backward(const at::Tensor& d_logits, const Saved& saved) const {
-  const at::Tensor d_normed = matmul_backward(d_logits, store_.weight(tied_embedding_));  // [M,H], this rank's part
+  const at::Tensor d_normed =
+      matmul_backward(d_logits, store_.weight(tied_embedding_), panels_);  // [M,H], this rank's part
   Work sum = tensor_.group().all_reduce_async_(d_normed);
   accumulate_weight_grad(store_.grad(tied_embedding_), d_logits, saved.normed);
   sum.wait();

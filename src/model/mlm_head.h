@@ -2,6 +2,7 @@
 // ranks have the logits of their own rows of the vocabulary.
 #pragma once
 
+#include "model/kernels/panels.h"
 #include "model/norm.h"
 #include "parallel/regions.h"
 
@@ -35,6 +36,7 @@ class MlmHead {
   TensorRegion tensor_;
   ParamId tied_embedding_;
   LayerNorm final_norm_;
+  mutable kernels::WeightPanels panels_;  // of the decoder
 };
 
 }  // namespace cram

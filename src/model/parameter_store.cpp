@@ -234,4 +234,8 @@ void ParameterStore::zero_grad() {
   for (const FlatBuffers& b : buffers_) b.grad.zero_();
 }
 
+void ParameterStore::weights_written() {
+  for (const FlatBuffers& b : buffers_) b.working.unsafeGetTensorImpl()->bump_version();
+}
+
 }  // namespace cram

@@ -137,6 +137,9 @@ class ParameterStore {
   [[nodiscard]] at::Device device() const { return device_; }
 
   void zero_grad();
+  /// Must be called by whoever has written working weights without ATen operators (an optimizer's kernel, a
+  /// collective): moves the version counters by which layers know that what they made of a weight is out of date.
+  void weights_written();
 
  private:
   struct Entry {

@@ -135,6 +135,7 @@ void Optimizer::update(std::int64_t step, double lr, double grad_scale) {
     b.grad.zero_();  // the update cleared the owned sums only
   }
   for (Work& work : gathering) work.wait();
+  store_.weights_written();
 }
 
 }  // namespace cram

@@ -11,6 +11,8 @@
 #include "apps/bench/synthetic.h"
 #include "base/log.h"
 #include "base/profile.h"
+#include "model/kernels/kernels.h"
+#include "model/kernels/panels.h"
 #include "train/device.h"
 #include "train/micro_steps.h"
 #include "train/optimizer.h"
@@ -37,15 +39,32 @@ std::vector<Product> products_of(const Config& config) {
           {"decoder", config.train.micro_batch_size * masked_in_row(config), m.hidden, m.vocab_size, 1}};
 }
 
+// Seconds of one product's three forms.
 struct GemmTimes {
   double forward_s = 0, input_grad_s = 0, weight_grad_s = 0;
+  [[nodiscard]] double all_s() const { return forward_s + input_grad_s + weight_grad_s; }
 };
 
-GemmTimes time_product(const Product& p, const at::TensorOptions& options) {
+// Through ATen, and through the encoder's own door, whose weight gradient is summed in the gradient's format.
+struct ProductTimes {
+  GemmTimes aten, own;
+};
+
+ProductTimes time_product(const Product& p, const at::TensorOptions& options, bool with_own) {
   const at::Tensor x = at::randn({p.rows, p.in}, options), w = at::randn({p.out, p.in}, options);
   const at::Tensor dy = at::randn({p.rows, p.out}, options);
-  return {median_time_s([&] { (void)at::mm(x, w.t()); }, 5), median_time_s([&] { (void)at::mm(dy, w); }, 5),
-          median_time_s([&] { (void)at::mm(dy.t(), x); }, 5)};
+  constexpr int kCalls = 7;
+  ProductTimes times;
+  times.aten = {median_time_s([&] { (void)at::mm(x, w.t()); }, kCalls),
+                median_time_s([&] { (void)at::mm(dy, w); }, kCalls),
+                median_time_s([&] { (void)at::mm(dy.t(), x); }, kCalls)};
+  if (!with_own) return times;
+  const at::Tensor sum = at::zeros(w.sizes(), options.dtype(options.dtype() == at::kDouble ? at::kDouble : at::kFloat));
+  kernels::WeightPanels panels;
+  times.own = {median_time_s([&] { (void)kernels::product_transposed(x, w, panels); }, kCalls),
+               median_time_s([&] { (void)kernels::product(dy, w, panels); }, kCalls),
+               median_time_s([&] { kernels::add_transposed_product_(sum, dy, x); }, kCalls)};
+  return times;
 }
 
 void say_row(const char* format, auto... values) {
@@ -63,20 +82,24 @@ BenchResult bench_gemm(BenchContext& context) {
   const DeviceChoice choice = choose_device(config, available_processors(false), context.launch.local_rank);
   const at::TensorOptions options = at::TensorOptions().dtype(working_type(choice.precision)).device(choice.device);
   say(choice.reason);
-  say("GFLOP/s of ATen: rows x in x out | forward, input gradient, weight gradient");
+  say("GFLOP/s of forward, input gradient, weight gradient: rows x in x out | ATen | own");
   BenchResult result;
-  double flops = 0, seconds = 0;
+  double flops = 0, aten_s = 0, own_s = 0;
   for (const Product& p : products_of(config)) {
-    const GemmTimes t = time_product(p, options);
+    const ProductTimes t = time_product(p, options, /*with_own=*/true);
     const double one = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.in) * static_cast<double>(p.out);
-    say_row("  %-16s %6lld x %5lld x %5lld | %7.0f %7.0f %7.0f", p.name, static_cast<long long>(p.rows),
-            static_cast<long long>(p.in), static_cast<long long>(p.out), one / t.forward_s / 1e9,
-            one / t.input_grad_s / 1e9, one / t.weight_grad_s / 1e9);
+    const auto rate = [&](double seconds) { return one / seconds / 1e9; };
+    say_row("  %-16s %6lld x %5lld x %5lld | %6.0f %6.0f %6.0f | %6.0f %6.0f %6.0f", p.name,
+            static_cast<long long>(p.rows), static_cast<long long>(p.in), static_cast<long long>(p.out),
+            rate(t.aten.forward_s), rate(t.aten.input_grad_s), rate(t.aten.weight_grad_s), rate(t.own.forward_s),
+            rate(t.own.input_grad_s), rate(t.own.weight_grad_s));
     flops += 3 * one * static_cast<double>(p.times);
-    seconds += (t.forward_s + t.input_grad_s + t.weight_grad_s) * static_cast<double>(p.times);
+    aten_s += t.aten.all_s() * static_cast<double>(p.times);
+    own_s += t.own.all_s() * static_cast<double>(p.times);
   }
-  result.add("gemm_gflops", flops / seconds / 1e9);
-  result.add("micro_step_ms", 1e3 * seconds);
+  result.add("gemm_gflops", flops / aten_s / 1e9);
+  result.add("own_gflops", flops / own_s / 1e9);
+  result.add("own_ratio", aten_s / own_s);
   return result;
 }
 
@@ -144,8 +167,7 @@ BenchResult bench_step(BenchContext& context) {
   const at::TensorOptions options = at::TensorOptions().dtype(working_type(choice.precision)).device(choice.device);
   double gemm_s = 0;
   for (const Product& p : products_of(config)) {
-    const GemmTimes times = time_product(p, options);
-    gemm_s += (times.forward_s + times.input_grad_s + times.weight_grad_s) * static_cast<double>(p.times);
+    gemm_s += time_product(p, options, /*with_own=*/false).aten.all_s() * static_cast<double>(p.times);
   }
   gemm_s *= static_cast<double>(micro_batches);
   const double fraction = gemm_s / step_s;

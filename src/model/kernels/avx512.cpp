@@ -134,29 +134,41 @@ void for_columns(const std::uint32_t* a, std::int64_t row_step, std::int64_t pai
   }
 }
 
-// out[d/2][rows]: pairs of neighbouring columns of x [rows][d], transposed as 32-bit units. The B of x's transpose.
-void pack_transposed(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t d, std::uint32_t* out) {
-  const __m512i index = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                           _mm512_set1_epi32(static_cast<int>(stride * 2)));
-  for (std::int64_t r = 0; r < rows; r += kLanes) {
-    const bf16* block = x + r * stride;
-    for (std::int64_t kp = 0; kp < d / 2; ++kp) {
-      _mm512_storeu_si512(out + kp * rows + r, _mm512_i32gather_epi32(index, block + 2 * kp, 1));
-    }
+// Transposes a 16 x 16 matrix of 32-bit words.
+inline __attribute__((always_inline)) void transpose_words(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88);
+    t[4 + j] = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd);
+    t[8 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    r[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
+    r[4 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0x88);
+    r[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
+    r[12 + j] = _mm512_shuffle_i32x4(t[4 + j], t[12 + j], 0xdd);
   }
 }
 
-// out[rows/2][d]: pairs of neighbouring rows of x [rows][d]. The B of x itself.
-void pack_row_pairs(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t d, std::uint32_t* out) {
-  for (std::int64_t r = 0; r < rows; r += 2) {
-    const bf16* even = x + r * stride;
-    const bf16* odd = even + stride;
-    for (std::int64_t c = 0; c < d; c += kLanes) {
-      const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + c)));
-      const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + c)));
-      _mm512_storeu_si512(out + r / 2 * d + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
+// Sixteen rows of up to 32 elements of x, transposed as 32-bit words; rows beyond the last are 0.
+inline __attribute__((always_inline)) void load_transposed(const bf16* x, std::int64_t stride, std::int64_t rows,
+                                                           std::int64_t columns, __m512i (&words)[16]) {
+  const auto mask = static_cast<__mmask32>(columns >= 32 ? 0xFFFFFFFFU : (1U << columns) - 1);
+  for (int i = 0; i < 16; ++i) {
+    words[i] = i < rows ? _mm512_maskz_loadu_epi16(mask, x + i * stride) : _mm512_setzero_si512();
   }
+  transpose_words(words);
 }
 
 // Two rows of fp32 as row pairs of bf16.
@@ -350,6 +362,55 @@ bool is_largest(const bf16* logits, std::int64_t width, std::int64_t label) {
   return beaten == 0;
 }
 
+void pack_transposed_pairs(const bf16* x, std::int64_t stride, std::int64_t columns, std::int64_t k, std::int64_t ld,
+                           std::uint32_t* out) {
+  for (std::int64_t c = 0; c < columns; c += kLanes) {
+    for (std::int64_t pair = 0; pair < k / 2; pair += kLanes) {
+      __m512i words[16];
+      load_transposed(x + c * stride + 2 * pair, stride, columns - c, k - 2 * pair, words);
+      const std::int64_t count = std::min(kLanes, k / 2 - pair);
+      for (std::int64_t i = 0; i < count; ++i) _mm512_storeu_si512(out + (pair + i) * ld + c, words[i]);
+    }
+  }
+}
+
+void pack_row_pairs(const bf16* x, std::int64_t stride, std::int64_t k, std::int64_t columns, std::int64_t ld,
+                    std::uint32_t* out) {
+  for (std::int64_t r = 0; r < k; r += 2) {
+    const bf16* even = x + r * stride;
+    const bf16* odd = even + stride;
+    std::uint32_t* to = out + r / 2 * ld;
+    for (std::int64_t c = 0; c < columns; c += kLanes) {
+      const auto mask = static_cast<__mmask16>(columns - c >= kLanes ? 0xFFFF : (1U << (columns - c)) - 1);
+      const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + c));
+      const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + c));
+      _mm512_storeu_si512(to + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+}
+
+void transpose(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, bf16* out,
+               std::int64_t ld) {
+  for (std::int64_t r = 0; r < rows; r += kLanes) {
+    for (std::int64_t c = 0; c < columns; c += 32) {
+      __m512i words[16];
+      load_transposed(x + r * stride + c, stride, rows - r, columns - c, words);
+      const std::int64_t count = std::min<std::int64_t>(32, columns - c);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const __m512i word = i % 2 == 0 ? words[i / 2] : _mm512_srli_epi32(words[i / 2], 16);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + (c + i) * ld + r), _mm512_cvtepi32_epi16(word));
+      }
+    }
+  }
+}
+
+void round_rows(const float* c, std::int64_t ldc, std::int64_t rows, std::int64_t columns, bf16* out, std::int64_t ld) {
+  for (std::int64_t r = 0; r < rows; ++r) {
+    for_lanes(columns,
+              [&](std::int64_t i, auto lanes) { store(out + r * ld + i, lanes, load(c + r * ldc + i, lanes)); });
+  }
+}
+
 void add_to(float* grad, const bf16* x, std::int64_t count) {
   for_lanes(count, [&](std::int64_t i, auto lanes) {
     store(grad + i, lanes, _mm512_add_ps(load(grad + i, lanes), load(x + i, lanes)));
@@ -403,22 +464,6 @@ void add_rows(const std::uint32_t* a, std::int64_t rows, const std::uint32_t* b,
   for (; i < rows; i += 2) add_tile<2, kVectors>(a + i, b, ldb, pairs, grad + i * stride, stride);
 }
 
-// Row pairs of some columns; the last vector may be short (of dy: `columns` need not be a multiple of 16).
-void pack_pairs_of_columns(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, std::int64_t ld,
-                           std::uint32_t* out) {
-  for (std::int64_t r = 0; r < rows; r += 2) {
-    const bf16* even = x + r * stride;
-    const bf16* odd = even + stride;
-    std::uint32_t* to = out + r / 2 * ld;
-    for (std::int64_t c = 0; c < columns; c += kLanes) {
-      const auto mask = static_cast<__mmask16>(columns - c >= kLanes ? 0xFFFF : (1U << (columns - c)) - 1);
-      const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even + c));
-      const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd + c));
-      _mm512_storeu_si512(to + c, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
-  }
-}
-
 }  // namespace
 
 bool transposed_product_fits(std::int64_t tokens, std::int64_t out, std::int64_t in) {
@@ -438,11 +483,11 @@ void add_transposed_product(const bf16* dy, const bf16* x, float* grad, std::int
     // Panels of 64 columns, each contiguous: [panel][pairs][64], a last one of what is left.
     for (std::int64_t n = 0; n < in; n += kPanel) {
       const std::int64_t columns = std::min(kPanel, in - n);
-      pack_pairs_of_columns(x + t * in + n, in, rows, columns, columns, x_pairs + n * pairs);
+      pack_row_pairs(x + t * in + n, in, rows, columns, columns, x_pairs + n * pairs);
     }
     for (std::int64_t m = first; m < last; m += kOutBlock) {
       const std::int64_t m_rows = std::min(kOutBlock, last - m);
-      pack_pairs_of_columns(dy + t * out + m, out, rows, m_rows, kOutBlock, dy_pairs);
+      pack_row_pairs(dy + t * out + m, out, rows, m_rows, kOutBlock, dy_pairs);
       for (std::int64_t n = 0; n < in; n += kPanel) {
         const std::int64_t columns = std::min(kPanel, in - n);
         const std::uint32_t* panel = x_pairs + n * pairs;
@@ -471,8 +516,8 @@ void attention(const bf16* qkv, std::int64_t stride, std::int64_t s, std::int64_
                std::int64_t context_stride, float* log_sum, void* memory) {
   const Scratch scratch(memory, s, d);
   const float scale = 1.0F / std::sqrt(static_cast<float>(d));
-  pack_transposed(qkv + d, stride, s, d, scratch.k_transposed);
-  pack_row_pairs(qkv + 2 * d, stride, s, d, scratch.v_or_do_pairs);
+  pack_transposed_pairs(qkv + d, stride, s, d, s, scratch.k_transposed);
+  pack_row_pairs(qkv + 2 * d, stride, s, d, d, scratch.v_or_do_pairs);
   const __m512 scale_v = _mm512_set1_ps(scale);
   for (std::int64_t row = 0; row < s; row += 4) {
     for_columns(as_pairs(qkv + row * stride), stride / 2, 1, scratch.k_transposed, s, d / 2,
@@ -509,11 +554,11 @@ void attention_backward(const bf16* qkv, std::int64_t stride, std::int64_t s, st
   const Scratch scratch(memory, s, d);
   const float scale = 1.0F / std::sqrt(static_cast<float>(d));
   const __m512 scale_v = _mm512_set1_ps(scale);
-  pack_transposed(qkv + d, stride, s, d, scratch.k_transposed);
-  pack_transposed(qkv + 2 * d, stride, s, d, scratch.v_transposed);
-  pack_row_pairs(qkv + d, stride, s, d, scratch.k_pairs);
-  pack_row_pairs(qkv, stride, s, d, scratch.q_pairs);
-  pack_row_pairs(d_context, context_stride, s, d, scratch.v_or_do_pairs);
+  pack_transposed_pairs(qkv + d, stride, s, d, s, scratch.k_transposed);
+  pack_transposed_pairs(qkv + 2 * d, stride, s, d, s, scratch.v_transposed);
+  pack_row_pairs(qkv + d, stride, s, d, d, scratch.k_pairs);
+  pack_row_pairs(qkv, stride, s, d, d, scratch.q_pairs);
+  pack_row_pairs(d_context, context_stride, s, d, d, scratch.v_or_do_pairs);
   for (std::int64_t row = 0; row < s; row += 4) {
     for_columns(as_pairs(qkv + row * stride), stride / 2, 1, scratch.k_transposed, s, d / 2,
                 [&](int i, std::int64_t c, __m512 value) {

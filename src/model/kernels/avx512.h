@@ -32,6 +32,20 @@ void layer_norm_backward(const bf16* dy, const bf16* x, const float* mean, const
 /// True when no logit is larger than the label's (the first of equal ones wins).
 [[nodiscard]] bool is_largest(const bf16* logits, std::int64_t width, std::int64_t label);
 
+/// Packs for matrix kernels, whose right operand is in pairs of neighbouring k: pair (k, k+1) of column c is the 32-bit
+/// word out[k/2 * ld + c].
+/// From the transpose, x [columns][k] with rows `stride` apart: k even; words up to the next multiple of 16 columns are
+/// written.
+void pack_transposed_pairs(const bf16* x, std::int64_t stride, std::int64_t columns, std::int64_t k, std::int64_t ld,
+                           std::uint32_t* out);
+/// From x [k][columns] itself: k even.
+void pack_row_pairs(const bf16* x, std::int64_t stride, std::int64_t k, std::int64_t columns, std::int64_t ld,
+                    std::uint32_t* out);
+/// out [columns][ld] = the transpose of x [rows][columns]; up to the next multiple of 16 rows are written.
+void transpose(const bf16* x, std::int64_t stride, std::int64_t rows, std::int64_t columns, bf16* out, std::int64_t ld);
+/// out [rows][columns] = c, rounded; rows ldc and ld apart.
+void round_rows(const float* c, std::int64_t ldc, std::int64_t rows, std::int64_t columns, bf16* out, std::int64_t ld);
+
 /// grad += x
 void add_to(float* grad, const bf16* x, std::int64_t count);
 

@@ -5,6 +5,8 @@
 
 #include "model/kernels/avx512.h"
 #include "model/kernels/kernels.h"
+#include "model/kernels/panels.h"
+#include "model/kernels/thread_scratch.h"
 
 namespace cram::kernels {
 namespace {
@@ -24,17 +26,6 @@ const avx512::bf16* const_data(const at::Tensor& tensor) {
 std::int64_t rows_at_a_time(std::int64_t width) {
   return std::max<std::int64_t>(1, 32768 / std::max<std::int64_t>(1, width));
 }
-
-// A piece of memory for each thread of a parallel region; from the tensors' allocator, so it is there already.
-class ThreadScratch {
- public:
-  explicit ThreadScratch(std::int64_t bytes)
-      : memory_(at::empty({at::get_num_threads(), (bytes + 63) / 64 * 64}, at::kByte)) {}
-  [[nodiscard]] void* mine() const { return memory_.data_ptr<std::uint8_t>() + at::get_thread_num() * memory_.size(1); }
-
- private:
-  at::Tensor memory_;
-};
 
 bool is_float(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); }
 
@@ -187,13 +178,24 @@ CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, 
   return {losses.sum(), correct.sum()};
 }
 
-at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight) { return at::mm(x, weight.t()); }
+at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight, WeightPanels& panels) {
+  if (!panels_fit(x, weight, weight.size(1))) return at::mm(x, weight.t());
+  return multiply_panels(x, panels.transposed(weight), weight.size(0));
+}
 
-at::Tensor product(const at::Tensor& dy, const at::Tensor& weight) { return at::mm(dy, weight); }
+at::Tensor product(const at::Tensor& dy, const at::Tensor& weight, WeightPanels& panels) {
+  if (!panels_fit(dy, weight, weight.size(0))) return at::mm(dy, weight);
+  return multiply_panels(dy, panels.plain(weight), weight.size(1));
+}
 
 void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x) {
   const std::int64_t tokens = dy.size(0), out = dy.size(1), in = x.size(1);
-  if (!uses_fused(dy) || !uses_fused(x) || !is_float(sum) || !avx512::transposed_product_fits(tokens, out, in)) {
+  const bool fused = uses_fused(dy) && uses_fused(x) && is_float(sum) && tokens % 2 == 0;
+  if (fused && has_amx()) {
+    add_transposed_product_by_tiles(sum, dy, x);
+    return;
+  }
+  if (!fused || !avx512::transposed_product_fits(tokens, out, in)) {
     if (sum.scalar_type() == x.scalar_type()) {
       at::Tensor target = sum;
       at::addmm_out(target, sum, dy.t(), x);

@@ -12,6 +12,8 @@
 
 namespace cram::kernels {
 
+class WeightPanels;  // panels.h: what products keep of a weight
+
 struct NormOutput {
   at::Tensor y;     // [N,H] dtype of x
   at::Tensor mean;  // [N,1] fp32 (fp64 for fp64 input)
@@ -50,9 +52,9 @@ struct AttentionSaved {
                                             const AttentionSaved& saved);
 
 /// y [N,out] = x W^T: x [N,in], weight [out,in].
-[[nodiscard]] at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight);
+[[nodiscard]] at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight, WeightPanels& panels);
 /// dx [N,in] = dy W: dy [N,out], weight [out,in].
-[[nodiscard]] at::Tensor product(const at::Tensor& dy, const at::Tensor& weight);
+[[nodiscard]] at::Tensor product(const at::Tensor& dy, const at::Tensor& weight, WeightPanels& panels);
 /// sum += dy^T x: dy [N,out], x [N,in], sum [out,in], the weight gradient of y = x W^T. In fp32 for bf16 operands.
 void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x);
 
