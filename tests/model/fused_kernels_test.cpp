@@ -141,8 +141,9 @@ TEST(Fused, Attention) {
   struct Size {
     std::int64_t batch, heads, seq, head_dim;
   };
-  for (const Size& size : {Size{1, 1, 16, 16}, Size{2, 3, 32, 64}, Size{1, 2, 128, 64}, Size{2, 1, 48, 80},
-                           Size{1, 1, 512, 128}, Size{3, 2, 112, 32}}) {
+  for (const Size& size :
+       {Size{1, 1, 16, 16}, Size{2, 3, 32, 64}, Size{1, 2, 128, 64}, Size{2, 1, 48, 80}, Size{1, 1, 512, 128},
+        Size{3, 2, 112, 32}, Size{2, 2, 66, 18}, Size{1, 3, 10, 6}, Size{1, 1, 2, 2}}) {
     const std::string what = std::to_string(size.seq) + " tokens, heads of " + std::to_string(size.head_dim);
     const at::Tensor qkv = random_bf16({size.batch * size.seq, 3 * size.heads * size.head_dim}, 1);
     const at::Tensor d_context = random_bf16({size.batch * size.seq, size.heads * size.head_dim}, 2);
@@ -175,7 +176,7 @@ TEST(Fused, Attention) {
   }
   // A size that the kernel cannot do takes the composition, scores of 100 do not overflow.
   kernels::AttentionSaved odd;
-  (void)kernels::attention(random_bf16({10, 3 * 16}, 1), 1, 1, true, &odd);
+  (void)kernels::attention(random_bf16({9, 3 * 16}, 1), 1, 1, true, &odd);
   EXPECT_FALSE(odd.qkv.defined());
   const at::Tensor large = random_bf16({32, 3 * 16}, 1, 20);
   EXPECT_TRUE(kernels::attention(large, 1, 1, true, nullptr).isfinite().all().item<bool>());

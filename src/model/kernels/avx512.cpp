@@ -86,54 +86,6 @@ __m512 normal_cdf(__m512 x) {
   return _mm512_fmadd_ps(half, erf512(_mm512_mul_ps(x, _mm512_set1_ps(0.70710678F))), half);
 }
 
-// ---- small matrix products: C[4 x 16*nv] = A[4 x K] B[K x 16*nv], K in pairs
-
-// B as pairs of rows: [K/2][ldb] of two bf16 each. A's pair (i, kp) is at a[i * row_step + kp * pair_step].
-template <int kVectors>
-inline __attribute__((always_inline)) void multiply_4(const std::uint32_t* a, std::int64_t row_step,
-                                                      std::int64_t pair_step, const std::uint32_t* b, std::int64_t ldb,
-                                                      std::int64_t pairs, __m512 (&out)[4][kVectors]) {
-  __m512 c[4][kVectors];  // of its own, so that it stays in registers
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < kVectors; ++j) c[i][j] = _mm512_setzero_ps();
-  }
-  for (std::int64_t kp = 0; kp < pairs; ++kp) {
-    __m512i bv[kVectors];
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) bv[j] = _mm512_loadu_si512(b + kp * ldb + j * kLanes);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512i av = _mm512_set1_epi32(static_cast<int>(a[i * row_step + kp * pair_step]));
-#pragma GCC unroll 8
-      for (int j = 0; j < kVectors; ++j) {
-        c[i][j] = _mm512_dpbf16_ps(c[i][j], reinterpret_cast<__m512bh>(av), reinterpret_cast<__m512bh>(bv[j]));
-      }
-    }
-  }
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < kVectors; ++j) out[i][j] = c[i][j];
-  }
-}
-
-// Calls body(first column, vectors, c) for 4 rows of C, up to 64 columns at a time.
-template <class Body>
-void for_columns(const std::uint32_t* a, std::int64_t row_step, std::int64_t pair_step, const std::uint32_t* b,
-                 std::int64_t columns, std::int64_t pairs, const Body& body) {
-  std::int64_t column = 0;
-  for (; column + 64 <= columns; column += 64) {
-    __m512 c[4][4];
-    multiply_4<4>(a, row_step, pair_step, b + column, columns, pairs, c);
-    for (int i = 0; i < 4; ++i) {
-      for (int j = 0; j < 4; ++j) body(i, column + j * kLanes, c[i][j]);
-    }
-  }
-  for (; column < columns; column += kLanes) {
-    __m512 c[4][1];
-    multiply_4<1>(a, row_step, pair_step, b + column, columns, pairs, c);
-    for (int i = 0; i < 4; ++i) body(i, column, c[i][0]);
-  }
-}
-
 // Transposes a 16 x 16 matrix of 32-bit words.
 inline __attribute__((always_inline)) void transpose_words(__m512i (&r)[16]) {
   __m512i t[16];
@@ -170,40 +122,6 @@ inline __attribute__((always_inline)) void load_transposed(const bf16* x, std::i
   }
   transpose_words(words);
 }
-
-// Two rows of fp32 as row pairs of bf16.
-void store_pair(std::uint32_t* out, __m512 even, __m512 odd) {
-  const __m512i low = _mm512_cvtepu16_epi32(narrow(even));
-  const __m512i high = _mm512_cvtepu16_epi32(narrow(odd));
-  _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-}
-
-// Scratch of one head, cut from one block.
-struct Scratch {
-  std::uint32_t *k_transposed, *v_transposed, *k_pairs, *q_pairs, *v_or_do_pairs, *p_pairs, *ds_pairs;
-  float *scores, *d_scores;  // [4][S]
-  bf16* rounded;             // [4][S]
-
-  Scratch(void* memory, std::int64_t s, std::int64_t d) {
-    auto* next = static_cast<std::uint32_t*>(memory);
-    const auto take = [&](std::int64_t words) {
-      std::uint32_t* piece = next;
-      next += (words + kLanes - 1) / kLanes * kLanes;
-      return piece;
-    };
-    for (std::uint32_t** matrix : {&k_transposed, &v_transposed, &k_pairs, &q_pairs, &v_or_do_pairs}) {
-      *matrix = take(s * d / 2);
-    }
-    p_pairs = take(s * s / 2);
-    ds_pairs = take(s * s / 2);
-    scores = reinterpret_cast<float*>(take(4 * s));
-    d_scores = reinterpret_cast<float*>(take(4 * s));
-    rounded = reinterpret_cast<bf16*>(take(2 * s));
-  }
-  static std::int64_t words(std::int64_t s, std::int64_t d) { return 5 * s * d / 2 + s * s + 10 * s + 10 * kLanes; }
-};
-
-const std::uint32_t* as_pairs(const bf16* row) { return reinterpret_cast<const std::uint32_t*>(row); }
 
 }  // namespace
 
@@ -504,102 +422,50 @@ void add_transposed_product(const bf16* dy, const bf16* x, float* grad, std::int
   }
 }
 
-bool attention_fits(std::int64_t seq, std::int64_t head_dim) {
-  return seq % kLanes == 0 && seq <= 512 && head_dim % kLanes == 0 && head_dim <= 128;
-}
-
-std::int64_t attention_scratch_bytes(std::int64_t seq, std::int64_t head_dim) {
-  return Scratch::words(seq, head_dim) * 4 + 64;
-}
-
-void attention(const bf16* qkv, std::int64_t stride, std::int64_t s, std::int64_t d, bf16* context,
-               std::int64_t context_stride, float* log_sum, void* memory) {
-  const Scratch scratch(memory, s, d);
-  const float scale = 1.0F / std::sqrt(static_cast<float>(d));
-  pack_transposed_pairs(qkv + d, stride, s, d, s, scratch.k_transposed);
-  pack_row_pairs(qkv + 2 * d, stride, s, d, d, scratch.v_or_do_pairs);
-  const __m512 scale_v = _mm512_set1_ps(scale);
-  for (std::int64_t row = 0; row < s; row += 4) {
-    for_columns(as_pairs(qkv + row * stride), stride / 2, 1, scratch.k_transposed, s, d / 2,
-                [&](int i, std::int64_t c, __m512 value) {
-                  _mm512_storeu_ps(scratch.scores + i * s + c, _mm512_mul_ps(value, scale_v));
-                });
-    for (int i = 0; i < 4; ++i) {
-      float* scores = scratch.scores + i * s;
-      __m512 largest = _mm512_loadu_ps(scores);
-      for (std::int64_t c = kLanes; c < s; c += kLanes) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + c));
-      const float top = _mm512_reduce_max_ps(largest);
-      const __m512 topv = _mm512_set1_ps(top);
-      __m512 sum = _mm512_setzero_ps();
-      for (std::int64_t c = 0; c < s; c += kLanes) {
-        const __m512 e = exp512(_mm512_sub_ps(_mm512_loadu_ps(scores + c), topv));
-        sum = _mm512_add_ps(sum, e);
-        _mm512_storeu_ps(scores + c, e);
-      }
-      const float total = _mm512_reduce_add_ps(sum);
-      const __m512 inverse = _mm512_set1_ps(1.0F / total);
-      for (std::int64_t c = 0; c < s; c += kLanes) {
-        store(scratch.rounded + i * s + c, Full{}, _mm512_mul_ps(_mm512_loadu_ps(scores + c), inverse));
-      }
-      log_sum[row + i] = top + std::log(total);
-    }
-    for_columns(
-        as_pairs(scratch.rounded), s / 2, 1, scratch.v_or_do_pairs, d, s / 2,
-        [&](int i, std::int64_t c, __m512 value) { store(context + (row + i) * context_stride + c, Full{}, value); });
+void softmax(float* scores, std::int64_t ld, std::int64_t rows, std::int64_t columns, float scale, bf16* p,
+             std::int64_t ldp, float* log_sum) {
+  const __m512 scale_v = _mm512_set1_ps(scale), lowest = _mm512_set1_ps(-3.0e38F);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    float* row = scores + r * ld;
+    __m512 largest = lowest;
+    for_lanes(columns, [&](std::int64_t c, auto lanes) {
+      largest = _mm512_max_ps(largest, keep(load(row + c, lanes), lanes, lowest));
+    });
+    const float top = _mm512_reduce_max_ps(largest) * scale;
+    const __m512 topv = _mm512_set1_ps(top);
+    __m512 sum = _mm512_setzero_ps();
+    for_lanes(columns, [&](std::int64_t c, auto lanes) {
+      const __m512 e = keep(exp512(_mm512_fmsub_ps(load(row + c, lanes), scale_v, topv)), lanes);
+      sum = _mm512_add_ps(sum, e);
+      store(row + c, lanes, e);
+    });
+    const float total = _mm512_reduce_add_ps(sum);
+    const __m512 inverse = _mm512_set1_ps(1.0F / total);
+    for_lanes(columns, [&](std::int64_t c, auto lanes) {
+      store(p + r * ldp + c, lanes, _mm512_mul_ps(load(row + c, lanes), inverse));
+    });
+    log_sum[r] = top + std::log(total);
   }
 }
 
-void attention_backward(const bf16* qkv, std::int64_t stride, std::int64_t s, std::int64_t d, const bf16* d_context,
-                        std::int64_t context_stride, const float* log_sum, bf16* d_qkv, void* memory) {
-  const Scratch scratch(memory, s, d);
-  const float scale = 1.0F / std::sqrt(static_cast<float>(d));
+void softmax_backward(float* scores, float* dp, std::int64_t ld, std::int64_t rows, std::int64_t columns, float scale,
+                      const float* log_sum, bf16* p, bf16* ds, std::int64_t ldp) {
   const __m512 scale_v = _mm512_set1_ps(scale);
-  pack_transposed_pairs(qkv + d, stride, s, d, s, scratch.k_transposed);
-  pack_transposed_pairs(qkv + 2 * d, stride, s, d, s, scratch.v_transposed);
-  pack_row_pairs(qkv + d, stride, s, d, d, scratch.k_pairs);
-  pack_row_pairs(qkv, stride, s, d, d, scratch.q_pairs);
-  pack_row_pairs(d_context, context_stride, s, d, d, scratch.v_or_do_pairs);
-  for (std::int64_t row = 0; row < s; row += 4) {
-    for_columns(as_pairs(qkv + row * stride), stride / 2, 1, scratch.k_transposed, s, d / 2,
-                [&](int i, std::int64_t c, __m512 value) {
-                  const __m512 shifted = _mm512_fmsub_ps(value, scale_v, _mm512_set1_ps(log_sum[row + i]));
-                  _mm512_storeu_ps(scratch.scores + i * s + c, exp512(shifted));
-                });
-    for_columns(as_pairs(d_context + row * context_stride), context_stride / 2, 1, scratch.v_transposed, s, d / 2,
-                [&](int i, std::int64_t c, __m512 value) { _mm512_storeu_ps(scratch.d_scores + i * s + c, value); });
-    for (int i = 0; i < 4; ++i) {
-      const float* p = scratch.scores + i * s;
-      float* dp = scratch.d_scores + i * s;
-      __m512 dot = _mm512_setzero_ps();
-      for (std::int64_t c = 0; c < s; c += kLanes) {
-        dot = _mm512_fmadd_ps(_mm512_loadu_ps(p + c), _mm512_loadu_ps(dp + c), dot);
-      }
-      const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(dot));
-      for (std::int64_t c = 0; c < s; c += kLanes) {
-        const __m512 ds =
-            _mm512_mul_ps(_mm512_mul_ps(_mm512_loadu_ps(p + c), scale_v), _mm512_sub_ps(_mm512_loadu_ps(dp + c), mean));
-        _mm512_storeu_ps(dp + c, ds);
-        store(scratch.rounded + i * s + c, Full{}, ds);
-      }
-    }
-    for (int i = 0; i < 4; i += 2) {
-      for (std::int64_t c = 0; c < s; c += kLanes) {
-        const std::int64_t at = (row + i) / 2 * s + c;
-        store_pair(scratch.p_pairs + at, _mm512_loadu_ps(scratch.scores + i * s + c),
-                   _mm512_loadu_ps(scratch.scores + (i + 1) * s + c));
-        store_pair(scratch.ds_pairs + at, _mm512_loadu_ps(scratch.d_scores + i * s + c),
-                   _mm512_loadu_ps(scratch.d_scores + (i + 1) * s + c));
-      }
-    }
-    for_columns(as_pairs(scratch.rounded), s / 2, 1, scratch.k_pairs, d, s / 2,
-                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + c, Full{}, value); });
-  }
-  // dK = dS' Q and dV = P' dO: the row pairs of dS and P are what their transposes need.
-  for (std::int64_t row = 0; row < s; row += 4) {
-    for_columns(scratch.ds_pairs + row, 1, s, scratch.q_pairs, d, s / 2,
-                [&](int i, std::int64_t c, __m512 value) { store(d_qkv + (row + i) * stride + d + c, Full{}, value); });
-    for_columns(scratch.p_pairs + row, 1, s, scratch.v_or_do_pairs, d, s / 2, [&](int i, std::int64_t c, __m512 value) {
-      store(d_qkv + (row + i) * stride + 2 * d + c, Full{}, value);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    float* row = scores + r * ld;
+    const float* d_row = dp + r * ld;
+    const __m512 shift = _mm512_set1_ps(log_sum[r]);
+    __m512 dot = _mm512_setzero_ps();
+    for_lanes(columns, [&](std::int64_t c, auto lanes) {
+      const __m512 e = keep(exp512(_mm512_fmsub_ps(load(row + c, lanes), scale_v, shift)), lanes);
+      dot = _mm512_fmadd_ps(e, load(d_row + c, lanes), dot);
+      store(row + c, lanes, e);
+      store(p + r * ldp + c, lanes, e);
+    });
+    const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(dot));
+    for_lanes(columns, [&](std::int64_t c, auto lanes) {
+      const __m512 d = _mm512_sub_ps(load(d_row + c, lanes), mean);
+      store(ds + r * ldp + c, lanes, _mm512_mul_ps(_mm512_mul_ps(load(row + c, lanes), scale_v), d));
     });
   }
 }

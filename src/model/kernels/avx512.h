@@ -59,18 +59,13 @@ void add_to(float* grad, const bf16* x, std::int64_t count);
 void add_transposed_product(const bf16* dy, const bf16* x, float* grad, std::int64_t tokens, std::int64_t out,
                             std::int64_t in, std::int64_t first, std::int64_t last, void* scratch);
 
-/// Sizes that `attention_*` can do: S a multiple of 16 up to 512, d a multiple of 16 up to 128.
-[[nodiscard]] bool attention_fits(std::int64_t seq, std::int64_t head_dim);
-/// Bytes of scratch memory for one head.
-[[nodiscard]] std::int64_t attention_scratch_bytes(std::int64_t seq, std::int64_t head_dim);
-
-/// One head of one row: qkv points to its first q; rows of q, k, v (k and v follow q at distances d, 2d) are `stride`
-/// elements apart. context [S][d], rows `context_stride` apart; log_sum [S] of the scaled scores.
-void attention(const bf16* qkv, std::int64_t stride, std::int64_t seq, std::int64_t head_dim, bf16* context,
-               std::int64_t context_stride, float* log_sum, void* scratch);
-/// d_qkv in the layout of qkv. The probabilities are made again from q, k and log_sum.
-void attention_backward(const bf16* qkv, std::int64_t stride, std::int64_t seq, std::int64_t head_dim,
-                        const bf16* d_context, std::int64_t context_stride, const float* log_sum, bf16* d_qkv,
-                        void* scratch);
+/// Rows of attention scores [rows][columns], which are overwritten: p = softmax(scale * scores), rounded, and the
+/// log-sum-exp of each scaled row.
+void softmax(float* scores, std::int64_t ld, std::int64_t rows, std::int64_t columns, float scale, bf16* p,
+             std::int64_t ldp, float* log_sum);
+/// p again from the scores and their log_sum, and ds = scale * p * (dp - sum(p dp)) from dp; all rounded. Both inputs
+/// are overwritten.
+void softmax_backward(float* scores, float* dp, std::int64_t ld, std::int64_t rows, std::int64_t columns, float scale,
+                      const float* log_sum, bf16* p, bf16* ds, std::int64_t ldp);
 
 }  // namespace cram::kernels::avx512

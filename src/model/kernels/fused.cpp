@@ -4,6 +4,7 @@
 #include <torch/types.h>
 
 #include "model/kernels/avx512.h"
+#include "model/kernels/cpu_attention.h"
 #include "model/kernels/kernels.h"
 #include "model/kernels/panels.h"
 #include "model/kernels/thread_scratch.h"
@@ -119,20 +120,19 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
 at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
                      AttentionSaved* saved) {
   const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
-  if (!uses_fused(qkv) || !avx512::attention_fits(seq, head_dim)) {
-    return composed::attention(qkv, batch, heads, keep_probabilities, saved);
-  }
+  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
+  if (!uses_fused(qkv) || !shape.fits()) return composed::attention(qkv, batch, heads, keep_probabilities, saved);
   const at::Tensor context = at::empty({batch * seq, heads * head_dim}, qkv.options());
   const at::Tensor log_sum = at::empty({batch * heads, seq}, qkv.options().dtype(at::kFloat));
-  const std::int64_t stride = qkv.size(1);
-  const ThreadScratch scratch(avx512::attention_scratch_bytes(seq, head_dim));
+  const ThreadScratch scratch(shape.scratch_bytes());
   at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) {
       const std::int64_t row = i / heads * seq, head = i % heads;
-      avx512::attention(const_data(qkv) + row * stride + head * 3 * head_dim, stride, seq, head_dim,
-                        data(context) + row * context.size(1) + head * head_dim, context.size(1),
-                        log_sum.data_ptr<float>() + i * seq, scratch.mine());
+      attend_head(shape, const_data(qkv) + row * shape.stride + head * 3 * head_dim,
+                  data(context) + row * shape.context_stride + head * head_dim, log_sum.data_ptr<float>() + i * seq,
+                  scratch.mine());
     }
+    release_attention();
   });
   if (saved != nullptr) {
     saved->qkv = qkv;
@@ -145,18 +145,20 @@ at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, s
                               const AttentionSaved& saved) {
   if (!saved.qkv.defined()) return composed::attention_backward(d_context, batch, heads, saved);
   const at::Tensor& qkv = saved.qkv;
-  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads), stride = qkv.size(1);
+  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
+  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
   const at::Tensor d_rows = d_context.contiguous();
   const at::Tensor d_qkv = at::empty_like(qkv);
-  const ThreadScratch scratch(avx512::attention_scratch_bytes(seq, head_dim));
+  const ThreadScratch scratch(shape.scratch_bytes());
   at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) {
       const std::int64_t row = i / heads * seq, head = i % heads;
-      const std::int64_t at = row * stride + head * 3 * head_dim;
-      avx512::attention_backward(const_data(qkv) + at, stride, seq, head_dim,
-                                 const_data(d_rows) + row * d_rows.size(1) + head * head_dim, d_rows.size(1),
-                                 saved.log_sum.const_data_ptr<float>() + i * seq, data(d_qkv) + at, scratch.mine());
+      const std::int64_t at = row * shape.stride + head * 3 * head_dim;
+      attend_head_backward(shape, const_data(qkv) + at,
+                           const_data(d_rows) + row * shape.context_stride + head * head_dim,
+                           saved.log_sum.const_data_ptr<float>() + i * seq, data(d_qkv) + at, scratch.mine());
     }
+    release_attention();
   });
   return d_qkv;
 }

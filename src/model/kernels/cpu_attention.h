@@ -1,0 +1,33 @@
+// Self-attention of bf16 rows on the CPU, one head of one row at a time: its products through oneDNN's small matrix
+// kernels (AMX where there is one, AVX512-BF16 otherwise), everything between them in fp32 without leaving the
+// second-level cache.
+#pragma once
+
+#include "model/kernels/avx512.h"
+
+namespace cram::kernels {
+
+/// The sizes of one head: S an even number up to 512, d an even number up to 128.
+struct HeadShape {
+  std::int64_t seq = 0, head_dim = 0;
+  std::int64_t stride = 0;          ///< elements between rows of q (k and v follow q at distances d, 2d)
+  std::int64_t context_stride = 0;  ///< elements between rows of the context
+
+  [[nodiscard]] bool fits() const {
+    return seq > 0 && seq % 2 == 0 && seq <= 512 && head_dim > 0 && head_dim % 2 == 0 && head_dim <= 128;
+  }
+  /// Bytes of scratch memory for one head.
+  [[nodiscard]] std::int64_t scratch_bytes() const;
+};
+
+/// qkv points to the head's first q. context [S][d]; log_sum [S] of the scaled scores.
+void attend_head(const HeadShape& shape, const avx512::bf16* qkv, avx512::bf16* context, float* log_sum, void* scratch);
+
+/// d_qkv in the layout of qkv. The probabilities are made again from q, k and log_sum.
+void attend_head_backward(const HeadShape& shape, const avx512::bf16* qkv, const avx512::bf16* d_context,
+                          const float* log_sum, avx512::bf16* d_qkv, void* scratch);
+
+/// To be called by each thread after its last head: gives the tile registers back.
+void release_attention();
+
+}  // namespace cram::kernels
