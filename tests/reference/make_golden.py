@@ -23,13 +23,13 @@ FIRST_ORDINARY_ID = 5
 
 # The head-size, layer-count and width mixtures are small but all different, so that no two axes can be swapped unseen.
 VARIANTS = {
-    "two_layers": dict(config=Config(2, 48, 4, 64, 101, 16), batch=5, masked=4, seed=11, scale=4.0, norm_scale=0.2, steps=10),
+    "two_layers": dict(config=Config(2, 48, 4, 64, 101, 16), batch=5, masked=4, seed=11, scale=4.0, norm_scale=0.2, steps=50),
     "one_layer": dict(config=Config(1, 32, 2, 48, 37, 8), batch=1, masked=2, seed=12, scale=1.0, norm_scale=1.0, steps=0),
     # (norm_scale multiplies the final norm: at 0.2 the gradient norm lies about the clipping limit.)
     # Ten times larger weights: saturated attention, logits of several tens, both tiny and huge losses in one batch.
     "large_weights": dict(config=Config(3, 64, 2, 128, 259, 24), batch=3, masked=6, seed=13, scale=10.0, norm_scale=10.0, steps=0),
 }
-LRS = [1e-3, 2e-3, 5e-4, 1e-3, 3e-3, 1e-4, 7e-4, 1e-2, 1e-3, 2.5e-4]
+LRS = 5 * [1e-3, 2e-3, 5e-4, 1e-3, 3e-3, 1e-4, 7e-4, 1e-2, 1e-3, 2.5e-4]
 
 
 def float32_exact(array):

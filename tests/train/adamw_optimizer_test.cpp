@@ -280,14 +280,14 @@ TEST(Optimizer, ClearsGradientsKeepsPaddingZeroAndRefreshesWorkingWeights) {
   EXPECT_EQ(elements, parameter_count(odd_config())) << "padding moved, or an element did not";
 }
 
-// Ten steps of the reference twin, with clipping in some of them.
-TEST(GoldenRun, TenStepsAgree) {
+// Fifty steps of the reference twin, with clipping in some of them.
+TEST(GoldenRun, FiftyStepsAgree) {
   const Golden golden("two_layers");
   Model model(golden.config, Precision::kFp64);
   model.load(golden);
   Optimizer optimizer(model.store, {}, self_mesh());
   int clipped = 0;
-  for (int step = 1; step <= 10; ++step) {
+  for (int step = 1; step <= 50; ++step) {
     const std::string prefix = concat("step.", step, ".");
     const at::Tensor labels = golden.at(prefix + "labels");
     const auto count = static_cast<double>(labels.numel());
@@ -303,12 +303,12 @@ TEST(GoldenRun, TenStepsAgree) {
     clipped += factor < 1 ? 1 : 0;
   }
   EXPECT_GT(clipped, 0);
-  EXPECT_LT(clipped, 10);
+  EXPECT_LT(clipped, 50);
   for (ParamId id = 0; id < model.store.size(); ++id) {
     const std::string& name = model.store.spec(id).name;
-    EXPECT_LE(relative_error(model.store.master(id), golden.at("after10." + name)), 1e-10) << name;
-    EXPECT_LE(relative_error(model.store.exp_avg(id), golden.at("after10.exp_avg." + name)), 1e-10) << name;
-    EXPECT_LE(relative_error(model.store.exp_avg_sq(id), golden.at("after10.exp_avg_sq." + name)), 1e-10) << name;
+    EXPECT_LE(relative_error(model.store.master(id), golden.at("after50." + name)), 1e-10) << name;
+    EXPECT_LE(relative_error(model.store.exp_avg(id), golden.at("after50.exp_avg." + name)), 1e-10) << name;
+    EXPECT_LE(relative_error(model.store.exp_avg_sq(id), golden.at("after50.exp_avg_sq." + name)), 1e-10) << name;
   }
 }
 
@@ -318,8 +318,7 @@ TEST(GoldenRun, Fp32AndBf16FollowIt) {
     Model model(golden.config, precision);
     model.load(golden);
     Optimizer optimizer(model.store, {}, self_mesh());
-    const double limit = precision == Precision::kFp32 ? 1e-5 : 2e-2;
-    for (int step = 1; step <= 10; ++step) {
+    for (int step = 1; step <= 50; ++step) {
       const std::string prefix = concat("step.", step, ".");
       const at::Tensor labels = golden.at(prefix + "labels");
       const auto count = static_cast<double>(labels.numel());
@@ -328,6 +327,7 @@ TEST(GoldenRun, Fp32AndBf16FollowIt) {
               .item<double>();
       const double norm = optimizer.grad_norm() / count;
       optimizer.update(step, golden.at("lrs")[step - 1].item<double>(), clip_factor(norm, 0.5) / count);
+      const double limit = precision == Precision::kBf16 ? 1e-2 : step == 1 ? 1e-6 : 1e-5;
       EXPECT_NEAR(loss / count / golden.number(prefix + "loss_mean"), 1, limit)
           << precision_name(precision) << " " << step;
     }
