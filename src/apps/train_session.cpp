@@ -7,6 +7,7 @@
 #include <map>
 #include <sstream>
 
+#include "apps/micro_batch.h"
 #include "apps/train_report.h"
 #include "base/log.h"
 #include "base/version.h"
@@ -14,6 +15,7 @@
 #include "parallel/agreement.h"
 #include "parallel/mesh.h"
 #include "parallel/watchdog.h"
+#include "train/micro_batch_search.h"
 #include "train/run_plan.h"
 #include "train/trainer.h"
 
@@ -42,15 +44,15 @@ TrainData open_data(Config& config, bool verify_all) {
   return data;
 }
 
-// The newest valid checkpoint this command may go on from, "" for a run that starts. Warns about what changed; refuses
-// what must not.
-std::string checkpoint_to_resume(const OptionTable& options, const RunFolder& folder, const CheckpointInfo& now,
-                                 bool force) {
-  if (folder.is_new()) return "";
-  const std::optional<CheckpointFolder::Found> found = CheckpointFolder(folder.checkpoints()).newest_valid();
+// The newest valid checkpoint this command may go on from, nothing for a run that starts. Warns about what changed;
+// refuses what must not.
+std::optional<CheckpointFolder::Found> checkpoint_to_resume(const OptionTable& options, const RunFolder& folder,
+                                                            const CheckpointInfo& now, bool force) {
+  if (folder.is_new()) return std::nullopt;
+  std::optional<CheckpointFolder::Found> found = CheckpointFolder(folder.checkpoints()).newest_valid();
   if (!found) {
     say("no committed checkpoint in ", folder.path(), ": starting at step 0");
-    return "";
+    return std::nullopt;
   }
   std::vector<std::string> changes = changed_settings(found->info.settings, options);
   for (const auto& [what, digest] : now.identity) {
@@ -74,7 +76,16 @@ std::string checkpoint_to_resume(const OptionTable& options, const RunFolder& fo
   }
   if (!differences.empty()) log_warning("resuming in another environment, last digits may differ:", differences);
   say("resuming from ", found->path);
-  return found->path;
+  return found;
+}
+
+// auto on a resume is the size the run was stored with, or the nearest one that this layout can do.
+void take_micro_batch_of(const CheckpointInfo& saved, Config& config, const Layout& layout) {
+  const auto size = saved.settings.find("train.micro_batch_size");
+  if (config.train.micro_batch_size != kAutoMicroBatch || size == saved.settings.end()) return;
+  config.train.micro_batch_size =
+      nearest_micro_batch(config, layout, parse_integer(size->second, "train.micro_batch_size of the checkpoint"));
+  say("train.micro_batch_size=auto: ", config.train.micro_batch_size, ", the run's own is ", size->second);
 }
 
 void warn_if_disk_is_small(const Config& config, const ParameterStore& store, const std::string& folder) {
@@ -159,8 +170,44 @@ void check_rows_can_be_shared(const Config& config, const Layout& layout) {
              " tensor ranks; choose a micro-batch that can");
 }
 
-int dry_run(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
+struct OpenedRun {
+  std::unique_ptr<RunFolder> folder;  // rank 0's
+  std::string resume_from;          // a checkpoint; "" = step 0
+};
+
+// The run folder is rank 0's business; the others learn where to resume from. Fills in info.progress and, of a run that
+// goes on, an automatic micro-batch size.
+OpenedRun open_run(Communicator& world, Config& config, const OptionTable& options, const TrainRequest& request,
+                   CheckpointInfo& info, const Layout& layout, const std::function<void()>& introduce) {
+  OpenedRun run;
+  on_root(world, [&] {
+    introduce();
+    run.folder = std::make_unique<RunFolder>(config.run.output);
+    if (request.fresh) run.folder->set_aside();
+    run.folder->lock();
+    const std::int64_t attempt = next_attempt(run.folder->path());
+    if (const auto found = checkpoint_to_resume(options, *run.folder, info, request.force)) {
+      run.resume_from = found->path;
+      info.progress = found->info.progress;
+      take_micro_batch_of(found->info, config, layout);
+    }
+    info.progress.attempt = attempt;
+    run.folder->open(options, info.environment);
+    clear_roll_call(config.run.output + "/logs", world.size());
+  });
+  run.resume_from = broadcast_text(world, run.resume_from);
+  info.progress = parse_progress(broadcast_text(world, progress_text(info.progress)));
+  config.train.micro_batch_size = agree_on_largest(world, config.train.micro_batch_size);
+  if (world.rank() > 0) open_log_file(rank_log_path(config.run.output, world.rank()));
+  return run;
+}
+
+int dry_run(Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
             const TrainData& data, const Layout& layout) {
+  if (config.train.micro_batch_size == kAutoMicroBatch) {
+    config.train.micro_batch_size = nearest_micro_batch(config, layout, TrainConfig().micro_batch_size);
+    say("train.micro_batch_size=auto is measured when the run starts; planned with ", config.train.micro_batch_size);
+  }
   const RunPlanned plan = plan_run(config, layout, config.train.batch_size, masked_in_row(config));
   if (launch.rank > 0) return 0;
   print_start(config, options, choice, launch, data);
@@ -192,7 +239,7 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   if (!request.dry_run) check_started_alike(world, options, data);
   const bool alone_under_mpirun = launch.launcher != "none" && launch.local_size == 1;
   const int processors = std::max(1, available_processors(alone_under_mpirun) / launch.local_size);
-  const DeviceChoice choice = choose_device(config, processors, launch.local_rank);
+  const DeviceChoice choice = choose_device(config, processors, launch.local_rank, launch.local_size);
   if (config.run.output.empty()) config.run.output = default_run_path(options);
   if (request.dry_run) return dry_run(config, options, choice, launch, data, layout);
   if (request.verify) return verify_run(world, config);
@@ -202,39 +249,29 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   ParameterStore store;
   Encoder encoder(config.model, store, make_placement(config, mesh));
   CheckpointInfo info;
-  info.settings = options.values();
   info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
   info.environment = describe_environment(choice, layout);
-  info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
+  if (config.train.micro_batch_size != kAutoMicroBatch) {
+    info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
+  }
 
-  // The run folder is rank 0's business; the others learn where to resume from.
-  std::optional<RunFolder> folder;
-  std::string resume_from;
-  on_root(world, [&] {
-    print_start(config, options, choice, launch, data);
-    folder.emplace(config.run.output);
-    if (request.fresh) folder->set_aside();
-    folder->lock();
-    info.progress.attempt = next_attempt(folder->path());
-    resume_from = checkpoint_to_resume(options, *folder, info, request.force);
-    folder->open(options, info.environment);
-    clear_roll_call(config.run.output + "/logs", world.size());
-  });
-  resume_from = broadcast_text(world, resume_from);
-  info.progress.attempt = agree_on_largest(world, info.progress.attempt);
-  if (world.rank() > 0) open_log_file(rank_log_path(config.run.output, world.rank()));
+  const OpenedRun run = open_run(world, config, options, request, info, layout,
+                                 [&] { print_start(config, options, choice, launch, data); });
   if (watchdog != nullptr) watchdog->call_roll_in(config.run.output + "/logs");
   print_ranks(mesh, choice, launch);
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit
   store.allocate(choice.precision, choice.device, /*with_optimizer=*/true, make_partition(config, mesh));
-  if (resume_from.empty()) {
+  if (config.train.micro_batch_size == kAutoMicroBatch) {
+    choose_micro_batch(config, mesh, encoder, store, choice, signals);
+    info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
+    on_root(world, [&] { run.folder->describe(options, info.environment); });
+  }
+  info.settings = options.values();
+  if (run.resume_from.empty()) {
     store.initialize(static_cast<std::uint64_t>(config.run.seed));
   } else {
-    const std::int64_t attempt = info.progress.attempt;
-    info.progress = verify_checkpoint(resume_from).progress;
-    info.progress.attempt = attempt;
-    load_checkpoint(resume_from, store, parameter_names(config.model));
+    load_checkpoint(run.resume_from, store, parameter_names(config.model));
     say("resuming after step ", format_grouped(info.progress.step));
   }
   warn_if_disk_is_small(config, store, config.run.output);

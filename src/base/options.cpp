@@ -211,6 +211,12 @@ Option& Option::units(std::vector<std::string> allowed) {
   allowed_ = std::move(allowed);
   return *this;
 }
+Option& Option::word(std::string name, std::int64_t value) {
+  word_ = std::move(name);
+  word_value_ = value;
+  default_text_ = value_text();
+  return *this;
+}
 Option& Option::also_called(std::vector<std::string> other_names) {
   other_names_ = std::move(other_names);
   return *this;
@@ -224,7 +230,13 @@ bool Option::is_text() const {
   return std::holds_alternative<std::string*>(target_) || std::holds_alternative<Quantity*>(target_);
 }
 
+bool Option::is_word() const {
+  const auto* const* number = std::get_if<std::int64_t*>(&target_);
+  return !word_.empty() && number != nullptr && **number == word_value_;
+}
+
 std::string Option::value_text() const {
+  if (is_word()) return word_;
   return std::visit(Overloaded{[](const double* v) { return format_double(*v); },
                                [](const std::int64_t* v) { return std::to_string(*v); },
                                [](const bool* v) { return std::string(*v ? "true" : "false"); },
@@ -233,7 +245,7 @@ std::string Option::value_text() const {
 }
 
 std::string Option::toml_text() const {
-  if (is_text()) return toml_quoted(value_text());
+  if (is_text() || is_word()) return toml_quoted(value_text());
   std::string text = value_text();
   const bool is_double = std::holds_alternative<double*>(target_);
   // TOML tells 1 from 1.0; an exponent needs a digit before it, which to_chars gives.
@@ -243,12 +255,13 @@ std::string Option::toml_text() const {
 
 std::string Option::kind() const {
   const std::string unit_list = allowed_.empty() ? "steps|tokens|time" : joined(allowed_, "|");
-  return std::visit(Overloaded{[](const double*) { return std::string("number"); },
-                               [](const std::int64_t*) { return std::string("integer"); },
-                               [](const bool*) { return std::string("true|false"); },
-                               [this](const std::string*) { return allowed_.empty() ? "text" : joined(allowed_, "|"); },
-                               [&](const Quantity*) { return "quantity in " + unit_list; }},
-                    target_);
+  return std::visit(
+      Overloaded{[](const double*) { return std::string("number"); },
+                 [this](const std::int64_t*) { return word_.empty() ? std::string("integer") : "integer|" + word_; },
+                 [](const bool*) { return std::string("true|false"); },
+                 [this](const std::string*) { return allowed_.empty() ? "text" : joined(allowed_, "|"); },
+                 [&](const Quantity*) { return "quantity in " + unit_list; }},
+      target_);
 }
 
 void Option::assign(std::string_view text, const std::string& origin) {
@@ -263,7 +276,12 @@ void Option::assign(std::string_view text, const std::string& origin) {
                           *v = value;
                         },
                         [&](std::int64_t* v) {
-                          const std::int64_t value = parse_integer(text, what);
+                          if (!word_.empty() && text == word_) {
+                            *v = word_value_;
+                            return;
+                          }
+                          const std::int64_t value =
+                              parse_integer(text, word_.empty() ? what : concat(what, " (a number or ", word_, ")"));
                           check_range(static_cast<double>(value));
                           *v = value;
                         },
@@ -362,8 +380,10 @@ void OptionTable::load_toml_file(const std::string& path) {
       continue;
     }
     if (const Option* row = find(value.key)) {
-      CRAM_CHECK(row->is_text() == value.is_string, ExitCode::kUsage, value.origin, ": ", value.key, " expects ",
-                 row->kind(), row->is_text() ? " in quotes" : " without quotes", ", got ", quoted(value.text));
+      const bool is_named = value.is_string && row->knows_word(value.text);
+      CRAM_CHECK(row->is_text() == value.is_string || is_named, ExitCode::kUsage, value.origin, ": ", value.key,
+                 " expects ", row->kind(), row->is_text() ? " in quotes" : " without quotes", ", got ",
+                 quoted(value.text));
     }
     set(value.key, value.text, value.origin);
   }

@@ -51,6 +51,7 @@ class Option {
   Option& range(double low, double high);                     ///< numbers: low <= value <= high
   Option& choices(std::vector<std::string> allowed);          ///< strings
   Option& units(std::vector<std::string> allowed);            ///< quantities; "time" stands for s, m, h, d
+  Option& word(std::string name, std::int64_t value);         ///< integers: a name for a value outside the range
   Option& also_called(std::vector<std::string> other_names);  ///< only for "did you mean"
   Option& free_on_resume();                                   ///< may differ when a run is resumed
 
@@ -58,6 +59,7 @@ class Option {
   [[nodiscard]] const std::string& help() const { return help_; }
   [[nodiscard]] bool is_free_on_resume() const { return free_on_resume_; }
   [[nodiscard]] bool is_text() const;
+  [[nodiscard]] bool knows_word(std::string_view text) const { return !word_.empty() && text == word_; }
   /// Where the value came from: "default", "FILE:LINE:COLUMN", "command line".
   [[nodiscard]] const std::string& origin() const { return origin_; }
   [[nodiscard]] bool is_set() const { return origin_ != "default"; }
@@ -82,6 +84,9 @@ class Option {
   double high_;
   std::vector<std::string> allowed_;
   std::vector<std::string> other_names_;
+  std::string word_;  ///< stands for word_value_
+  std::int64_t word_value_ = 0;
+  [[nodiscard]] bool is_word() const;
   bool free_on_resume_ = false;
 };
 

@@ -90,6 +90,9 @@ void remove_quietly(const fs::path& path) {
 
 }  // namespace
 
+std::string progress_text(const Progress& progress) { return progress_to_json(progress).dump(); }
+Progress parse_progress(const std::string& text) { return progress_from_json(json::parse(text)); }
+
 std::uintmax_t checkpoint_bytes(const ParameterStore& store) {
   std::uintmax_t bytes = 0;
   for (ParamId id = 0; id < store.size(); ++id) {

@@ -30,6 +30,10 @@ struct CheckpointInfo {
   std::map<std::string, std::string> environment;  ///< build, threads, instruction set: what can change bits
 };
 
+/// The progress as one line of text and back, to the last bit: what rank 0 tells the others.
+[[nodiscard]] std::string progress_text(const Progress& progress);
+[[nodiscard]] Progress parse_progress(const std::string& text);
+
 class CheckpointFolder {
  public:
   /// `folder` is <run>/checkpoints; it is made at the first save.

@@ -8,9 +8,14 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <fstream>
+#include <sstream>
+
 #ifdef CRAM_CUDA
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <cuda_runtime_api.h>
 #endif
 
 #include "base/check.h"
@@ -30,6 +35,30 @@ std::string cpu_bf16_unit() {
   if (cpu_has("amx_tile") && cpu_has("amx_bf16")) return "AMX";
   if (cpu_has("avx512_bf16")) return "AVX512-BF16";
   return "";
+}
+
+// "AMD EPYC 9B45 (AVX512-BF16)"
+std::string cpu_name() {
+  std::ifstream info("/proc/cpuinfo");
+  std::string name = "cpu";
+  for (std::string line; std::getline(info, line);) {
+    if (line.rfind("model name", 0) != 0) continue;
+    name = line.substr(std::min(line.size(), line.find(':') + 2));
+    break;
+  }
+  const std::string unit = cpu_bf16_unit();
+  return unit.empty() ? name : concat(name, " (", unit, ")");
+}
+
+// Of /proc/meminfo; 0 where it cannot be read.
+double available_memory_bytes() {
+  std::ifstream info("/proc/meminfo");
+  std::string key;
+  double kib = 0;
+  for (std::string line; std::getline(info, line);) {
+    if (std::istringstream(line) >> key >> kib && key == "MemAvailable:") return kib * 1024;
+  }
+  return 0;
 }
 
 // "" when the GPU's tensor cores do not know bf16 (before sm_80).
@@ -68,8 +97,9 @@ std::string host_name() {
 
 }  // namespace
 
-DeviceChoice choose_device(Config& config, int processors, int local_rank) {
+DeviceChoice choose_device(Config& config, int processors, int local_rank, int local_ranks) {
   DeviceChoice choice;
+  choice.local_ranks = local_ranks;
   const bool gpu = at::hasCUDA();  // false without a visible device, too
   CRAM_CHECK(config.run.device != "cuda" || gpu, ExitCode::kUsage,
              "run.device=cuda, but no GPU is visible to this process; check the driver and CUDA_VISIBLE_DEVICES, or "
@@ -79,6 +109,7 @@ DeviceChoice choose_device(Config& config, int processors, int local_rank) {
   choice.device = at::Device(on_gpu ? at::kCUDA : at::kCPU, static_cast<c10::DeviceIndex>(gpu_index));
   choice.host = host_name();
   choice.device_name = on_gpu ? gpu_name(gpu_index) : "cpu";
+  choice.model_name = on_gpu ? choice.device_name.substr(choice.device_name.find(' ') + 1) : cpu_name();
   choice.threads = config.run.threads > 0 ? static_cast<int>(config.run.threads) : processors;
   at::set_num_threads(choice.threads);
 
@@ -94,6 +125,18 @@ DeviceChoice choose_device(Config& config, int processors, int local_rank) {
       concat("device ", choice.device_name, " (", choice.threads, choice.threads == 1 ? " thread" : " threads",
              "), precision ", config.train.precision, ": ", why);
   return choice;
+}
+
+double free_memory_bytes(const DeviceChoice& choice) {
+#ifdef CRAM_CUDA
+  if (choice.device.is_cuda()) {
+    std::size_t free = 0, total = 0;
+    C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return static_cast<double>(free);
+  }
+#endif
+  constexpr double kMost = 0.75;
+  return kMost * available_memory_bytes() / choice.local_ranks;
 }
 
 std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout) {

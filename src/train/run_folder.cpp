@@ -59,10 +59,14 @@ void RunFolder::open(const OptionTable& options, const std::map<std::string, std
     // What a killed process left half written.
     if (is_temporary_name(entry.path().filename().string())) remove_tree(entry.path());
   }
+  describe(options, environment);
+  open_log_file(rank_log_path(path_, 0));
+}
+
+void RunFolder::describe(const OptionTable& options, const std::map<std::string, std::string>& environment) const {
   write_file_atomically(fs::path(path_) / kConfigFile,
                         concat(kHeader, ": every option with its resolved value\n\n", options.dump_toml(true)));
   write_file_atomically(fs::path(path_) / "environment.json", nlohmann::json(environment).dump(1) + "\n");
-  open_log_file(rank_log_path(path_, 0));
 }
 
 std::string rank_log_path(const std::string& run_folder, int rank) {

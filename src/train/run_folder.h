@@ -33,6 +33,8 @@ class RunFolder {
 
   /// Writes config.toml and environment.json and opens the log file; the folder must be locked.
   void open(const OptionTable& options, const std::map<std::string, std::string>& environment);
+  /// Writes the two files again, when a value was resolved after the folder was opened.
+  void describe(const OptionTable& options, const std::map<std::string, std::string>& environment) const;
 
  private:
   std::string path_;

@@ -59,8 +59,11 @@ void add_train_options(OptionTable& table, Config& config) {
       .also_called({"steps", "max_steps", "duration", "time", "epochs"});
   table.add("train.clock", &train.clock, "what consumes the budget: auto, wall, steps, tokens, virtual:S, replay:FILE");
   table.add("train.batch_size", &train.batch_size, "rows of a batch, over all ranks").range(1, 1e9);
-  table.add("train.micro_batch_size", &train.micro_batch_size, "rows of a micro-batch of one rank")
+  table
+      .add("train.micro_batch_size", &train.micro_batch_size,
+           "rows of a micro-batch of one rank; auto = the fastest one, measured once and remembered")
       .range(1, 1e6)
+      .word("auto", kAutoMicroBatch)
       .also_called({"micro_batch", "mbs"})
       .free_on_resume();
   table.add("train.batch_quantum", &train.batch_quantum, "rows by which the batch grows in the ramp").range(1, 1e9);
@@ -181,17 +184,19 @@ void resolve_train_config(Config& config, const Layout& layout) {
              "parallel.sequence_parallel needs parallel.tensor of at least 2, got ", layout.tensor);
   // The interleaved schedule takes micro-batches in groups of one a stage.
   const std::int64_t group = parallel.virtual_stages > 1 ? layout.pipeline : 1;
-  const std::int64_t per_micro_step = layout.data * t.micro_batch_size * group;
+  // (auto: any size may do, so one row must.)
+  const std::int64_t micro_batch = std::max<std::int64_t>(t.micro_batch_size, 1);
+  const std::int64_t per_micro_step = layout.data * micro_batch * group;
   if (t.batch_quantum % per_micro_step != 0) {
     const std::int64_t ranks = layout.data * group;
     const std::string way_out =
         t.batch_quantum % ranks == 0
-            ? concat("nearest legal micro-batch: ", nearest_divisor(t.batch_quantum / ranks, t.micro_batch_size))
+            ? concat("nearest legal micro-batch: ", nearest_divisor(t.batch_quantum / ranks, micro_batch))
             : concat("no micro-batch fits, take another number of data ranks or train.batch_quantum=",
                      nearest_multiples(t.batch_quantum, per_micro_step));
     fail(kBad, "train.batch_quantum=", t.batch_quantum,
          t.batch_ramp == 0 ? " (the batch size, since the ramp is off)" : "", " is not a multiple of ", layout.data,
-         " data ranks x train.micro_batch_size=", t.micro_batch_size,
+         " data ranks x train.micro_batch_size=", micro_batch,
          group > 1 ? concat(" x ", group, " stages (interleaved)") : "", "; ", way_out);
   }
   for (const auto& [key, timeout] :

@@ -27,6 +27,8 @@ struct DataConfig {
   std::string on_bad_shard = "stop";
 };
 
+constexpr std::int64_t kAutoMicroBatch = 0;  ///< train.micro_batch_size=auto, until micro_batch_search.h resolves it
+
 struct TrainConfig {
   Quantity budget{24, "h"};
   std::string clock = "auto";

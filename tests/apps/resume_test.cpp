@@ -232,5 +232,41 @@ TEST(Resume, FinishedRunIsNotTrainedFurther) {
   EXPECT_EQ(metrics(out / "r", "train").size(), 5U);
 }
 
+// Measured once, remembered for this device and model, stored with the run, not measured again on a resume; and the run
+// is the one of the chosen number.
+TEST(AutomaticMicroBatch, IsMeasuredOnceAndStored) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::pair<std::string, std::string>> home = {{"XDG_CACHE_HOME", out / "cache"}};
+  const std::vector<std::string> more = {"train.micro_batch_size=auto", "train.budget=6steps", "run.stop_after=3steps",
+                                         "train.precision=fp64"};
+  const ProgramResult first = run_program(tiny_train(out / "a", more), where, 100, home);
+  ASSERT_EQ(first.exit_code, 0) << first.out;
+  EXPECT_NE(first.out.find("outside the budget"), std::string::npos) << first.out;
+  std::ifstream config(out / "a/config.toml");
+  std::string text((std::istreambuf_iterator<char>(config)), {});
+  const std::size_t at = text.find("\nmicro_batch_size = ");
+  ASSERT_NE(at, std::string::npos) << text;
+  const int chosen = std::atoi(text.c_str() + at + 20);
+  EXPECT_GE(chosen, 8);
+  EXPECT_EQ(128 % chosen, 0);
+
+  const ProgramResult second = run_program(tiny_train(out / "b", more), where, 100, home);
+  EXPECT_NE(second.out.find("measured before for this device and model"), std::string::npos) << second.out;
+  // Elsewhere it would be measured; the run knows its own.
+  std::vector<std::string> rest = more;
+  rest[2] = "run.stop_after=6steps";
+  const ProgramResult resumed =
+      run_program(tiny_train(out / "a", rest), where, 100, {{"XDG_CACHE_HOME", out / "another"}});
+  ASSERT_EQ(resumed.exit_code, 0) << resumed.out;
+  EXPECT_NE(resumed.out.find("the run's own is " + std::to_string(chosen)), std::string::npos) << resumed.out;
+  EXPECT_FALSE(std::filesystem::exists(out / "another"));
+
+  std::vector<std::string> named = rest;
+  named[0] = "train.micro_batch_size=" + std::to_string(chosen);
+  ASSERT_EQ(run_program(tiny_train(out / "c", named), where).exit_code, 0);
+  EXPECT_EQ(loss_log(out / "a"), loss_log(out / "c")) << "the search left something behind";
+}
+
 }  // namespace
 }  // namespace cram::test

@@ -376,6 +376,28 @@ TEST(DumpToml, ReadsBackToTheSameValues) {
   }
 }
 
+TEST(Words, NameOneValueOfAnIntegerOutsideItsRange) {
+  std::int64_t rows = 8;
+  OptionTable table;
+  table.add("train.rows", &rows, "rows").range(1, 100).word("auto", 0);
+  table.apply_override("train.rows=auto");
+  EXPECT_EQ(rows, 0);
+  EXPECT_EQ(table.values().at("train.rows"), "auto");
+  EXPECT_NE(table.dump_toml().find("rows = \"auto\""), std::string::npos) << table.dump_toml();
+  EXPECT_NE(table.help_text().find("integer|auto"), std::string::npos);
+  rows = 16;  // resolved by the program
+  EXPECT_EQ(table.values().at("train.rows"), "16");
+  expect_error(ExitCode::kUsage, {"out of range"}, [&] { table.apply_override("train.rows=0"); });
+  expect_error(ExitCode::kUsage, {"auto"}, [&] { table.apply_override("train.rows=atuo"); });
+
+  const TemporaryFolder folder;
+  std::ofstream(folder / "a.toml") << "[train]\nrows = \"auto\"\n";
+  table.load_toml_file(folder / "a.toml");
+  EXPECT_EQ(rows, 0);
+  std::ofstream(folder / "b.toml") << "[train]\nrows = \"64\"\n";
+  expect_error(ExitCode::kUsage, {"without quotes"}, [&] { table.load_toml_file(folder / "b.toml"); });
+}
+
 TEST(HelpText, HasEveryKeyDefaultAndKind) {
   Fixture f;
   const std::string help = f.table.help_text();

@@ -1,11 +1,6 @@
 #include "apps/bench/synthetic.h"
 
-#include <torch/types.h>
-
-#include <algorithm>
-
-#include "base/rng.h"
-#include "base/special_tokens.h"
+#include "base/check.h"
 
 namespace cram {
 
@@ -13,6 +8,8 @@ void prepare_synthetic(Config& config, const Layout& layout) {
   if (config.model.vocab_size == 0) config.model.vocab_size = 32768;
   if (config.model.seq_length == 0) config.model.seq_length = 128;
   config.train.batch_ramp = 0;
+  CRAM_CHECK(config.train.micro_batch_size > 0, ExitCode::kUsage,
+             "train.micro_batch_size=auto is for cram_train; a measurement needs a number");
   if (config.train.batch_size == TrainConfig().batch_size) {
     // The recipe's batch would take minutes a step on a CPU: four micro-batches show the same.
     config.train.batch_size =
@@ -21,34 +18,5 @@ void prepare_synthetic(Config& config, const Layout& layout) {
   resolve_train_config(config, layout);
   check_model_config(config.model);
 }
-
-SyntheticBatches::SyntheticBatches(const Config& config, int dp_rank) {
-  constexpr int kMade = 4;
-  const std::int64_t rows = config.train.micro_batch_size, seq = config.model.seq_length;
-  const std::int64_t masked = masked_in_row(config);
-  RandomStream random(stream_key(1, "synthetic", static_cast<std::uint64_t>(dp_rank)));
-  const auto words = static_cast<std::uint64_t>(config.model.vocab_size - kSpecialTokens);
-  for (int b = 0; b < kMade; ++b) {
-    Batch batch{at::empty({rows, seq}, at::kLong), at::empty({rows * masked}, at::kLong),
-                at::empty({rows * masked}, at::kLong), rows};
-    auto* ids = batch.ids.data_ptr<std::int64_t>();
-    for (std::int64_t i = 0; i < rows * seq; ++i)
-      ids[i] = kSpecialTokens + static_cast<std::int64_t>(random.below(words));
-    for (std::int64_t r = 0; r < rows; ++r) {
-      const std::vector<std::uint64_t> order = random_permutation(static_cast<std::uint64_t>(seq), random.next_u64());
-      std::vector<std::int64_t> chosen(order.begin(), order.begin() + masked);
-      std::sort(chosen.begin(), chosen.end());
-      for (std::int64_t i = 0; i < masked; ++i) {
-        const std::int64_t position = r * seq + chosen[static_cast<std::size_t>(i)];
-        batch.positions.data_ptr<std::int64_t>()[r * masked + i] = position;
-        batch.labels.data_ptr<std::int64_t>()[r * masked + i] = ids[position];
-        ids[position] = kMaskId;
-      }
-    }
-    batches_.push_back(std::move(batch));
-  }
-}
-
-Batch SyntheticBatches::next() { return batches_[next_++ % batches_.size()]; }
 
 }  // namespace cram

@@ -1,11 +1,8 @@
-// Made-up rows for measurements: speed does not depend on what the tokens mean.
+// Configurations of measurements on made-up rows.
 #pragma once
 
-#include <vector>
-
-#include "data/batch.h"
-#include "data/masking.h"
 #include "parallel/mesh.h"
+#include "train/synthetic_batches.h"
 #include "train/train_config.h"
 
 namespace cram {
@@ -13,17 +10,5 @@ namespace cram {
 /// Fills in what the shards would decide (V 32768, S 128; no shard is read), makes a batch of four micro-batches unless
 /// a size was chosen, and checks the configuration.
 void prepare_synthetic(Config& config, const Layout& layout);
-
-/// Micro-batches of uniformly drawn tokens with the recipe's number of masked positions; a few made once, given in
-/// turn.
-class SyntheticBatches {
- public:
-  SyntheticBatches(const Config& config, int dp_rank);
-  [[nodiscard]] Batch next();
-
- private:
-  std::vector<Batch> batches_;
-  std::size_t next_ = 0;
-};
 
 }  // namespace cram

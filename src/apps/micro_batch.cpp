@@ -1,0 +1,107 @@
+#include "apps/micro_batch.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <new>
+
+#include "base/log.h"
+#include "parallel/agreement.h"
+#include "train/metrics.h"
+#include "train/micro_batch_search.h"
+#include "train/micro_steps.h"
+#include "train/run_plan.h"
+#include "train/synthetic_batches.h"
+
+namespace cram {
+namespace {
+
+constexpr double kSearch_s = 60;    // no further size is begun that would not end within it
+constexpr double kMeasure_s = 0.5;  // of a size, or kFewestSteps where they take longer
+constexpr int kFewestSteps = 3, kMostSteps = 100;
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// Seconds of one flush of micro-steps of this size, the same on every rank: rank 0's median.
+double measure(const Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
+               std::int64_t micro_batches) {
+  SyntheticBatches batches(config, mesh.place().dp_rank);
+  GradSync sync = make_grad_sync(store, mesh, /*overlap=*/false);
+  MicroSteps steps(encoder, store, sync, mesh, config, [&] { return batches.next(); });
+  const auto flush = [&] {
+    const double from_s = now_s();
+    (void)steps.run_batch(1, 0, micro_batches, {}, /*exchange=*/false);
+    (void)steps.totals();  // waits for the device
+    return now_s() - from_s;
+  };
+  (void)flush();  // takes memory and makes kernels
+  // As often as ranks agree on: small models need many for a steady figure.
+  const double first_s = broadcast_value(mesh.world(), flush());
+  const int more = std::clamp(static_cast<int>(kMeasure_s / first_s), kFewestSteps - 1, kMostSteps);
+  std::vector<double> seconds = {first_s};
+  for (int i = 0; i < more; ++i) seconds.push_back(flush());
+  std::sort(seconds.begin(), seconds.end());
+  return broadcast_value(mesh.world(), seconds[seconds.size() / 2]);
+}
+
+}  // namespace
+
+void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
+                        const DeviceChoice& choice, const StopSignals& signals) {
+  const Layout& layout = mesh.layout();
+  const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
+  const std::string key = micro_batch_key(config, layout, choice.model_name);
+  const MicroBatchCache cache(MicroBatchCache::default_file());
+  const std::int64_t known = static_cast<std::int64_t>(
+      broadcast_value(mesh.world(), static_cast<double>(cache.find(key).value_or(kAutoMicroBatch))));
+  if (std::find(candidates.begin(), candidates.end(), known) != candidates.end()) {
+    config.train.micro_batch_size = known;
+    say("train.micro_batch_size=auto: ", known, ", measured before for this device and model");
+    return;
+  }
+  const double from_s = now_s();
+  store.initialize(0);
+  Config trial = config;
+  const std::int64_t micro_batches = layout.pipeline == 1 ? 1 : 2 * layout.pipeline;
+  double seconds_a_row = 0;
+  const auto tokens_per_s = [&](std::int64_t rows) -> std::optional<double> {
+    trial.train.micro_batch_size = rows;
+    // Enough memory on every rank, by estimate: a rank that ran out alone would leave the others waiting.
+    const RunPlanned plan = plan_run(trial, layout, rows * layout.data * micro_batches, masked_in_row(trial));
+    const double needed = plan.stages[static_cast<std::size_t>(mesh.place().pp_rank)].activation_bytes;
+    const bool fits = needed < free_memory_bytes(choice);
+    if (agree_on_largest(mesh.world(), fits ? 0 : 1) != 0) return std::nullopt;
+    try {
+      const double seconds = measure(trial, mesh, encoder, store, micro_batches);
+      seconds_a_row = seconds / static_cast<double>(rows);
+      return static_cast<double>(rows * micro_batches * layout.data * config.model.seq_length) / seconds;
+    } catch (const c10::OutOfMemoryError&) {
+      if (mesh.world().size() > 1) throw;
+    } catch (const std::bad_alloc&) {
+      if (mesh.world().size() > 1) throw;
+    }
+    return std::nullopt;
+  };
+  bool interrupted = false;
+  const auto out_of_time = [&](std::int64_t next) {
+    interrupted = agree_on_largest(mesh.world(), signals.received()) != 0;
+    if (interrupted) return true;  // the run itself ends before its first step then
+    const double next_s = (kFewestSteps + 1) * seconds_a_row * static_cast<double>(next);
+    return broadcast_value(mesh.world(), now_s() - from_s + next_s) > kSearch_s;
+  };
+  const MicroBatchFound found = search_micro_batch(candidates, tokens_per_s, out_of_time);
+  store.zero_grad();
+  config.train.micro_batch_size = found.rows;
+  if (mesh.world().rank() == 0 && !interrupted) cache.remember(key, found.rows);
+  const double search_s = broadcast_value(mesh.world(), now_s() - from_s);
+  std::string tried;
+  for (const auto& [rows, speed] : found.tried) {
+    tried += concat(tried.empty() ? "" : ", ", rows, ": ", format_grouped(std::llround(speed)));
+  }
+  say("train.micro_batch_size=auto: ", found.rows, " (tokens/s: ", tried, "; measured in ", std::llround(search_s),
+      " s, outside the budget)");
+}
+
+}  // namespace cram

@@ -1,0 +1,23 @@
+// Made-up rows for measurements: speed does not depend on what the tokens mean.
+#pragma once
+
+#include <vector>
+
+#include "data/batch.h"
+#include "train/train_config.h"
+
+namespace cram {
+
+/// Micro-batches of uniformly drawn tokens with the recipe's number of masked positions; a few made once, given in
+/// turn.
+class SyntheticBatches {
+ public:
+  SyntheticBatches(const Config& config, int dp_rank);
+  [[nodiscard]] Batch next();
+
+ private:
+  std::vector<Batch> batches_;
+  std::size_t next_ = 0;
+};
+
+}  // namespace cram
