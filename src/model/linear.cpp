@@ -37,7 +37,7 @@ class DenseLinear final : public Linear {
   at::Tensor forward(const at::Tensor& x, Saved* saved) const override {
     const at::Tensor whole = cut_ == Cut::kOutput ? tensor_.enter(x) : x;
     if (saved != nullptr) saved->x = whole;
-    const at::Tensor y = matmul(whole, store_.weight(weight_));
+    const at::Tensor y = cram::matmul(whole, store_.weight(weight_));
     return cut_ == Cut::kInput ? tensor_.leave_(y) : y;
   }
 

@@ -15,11 +15,11 @@ MlmHead::MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterSto
 at::Tensor MlmHead::logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const {
   const at::Tensor whole = tensor_.gather_rows(hidden);             // [N,H]
   const at::Tensor picked = at::index_select(whole, 0, positions);  // [M,H]
-  if (saved == nullptr) return matmul(final_norm_.forward(picked, nullptr), store_.weight(tied_embedding_));
+  if (saved == nullptr) return cram::matmul(final_norm_.forward(picked, nullptr), store_.weight(tied_embedding_));
   saved->positions = positions;
   saved->rows = whole.size(0);
   saved->normed = final_norm_.forward(picked, &saved->norm);
-  return matmul(saved->normed, store_.weight(tied_embedding_));
+  return cram::matmul(saved->normed, store_.weight(tied_embedding_));
 }
 
 at::Tensor MlmHead::backward(const at::Tensor& d_logits, const Saved& saved) const {
