@@ -9,7 +9,7 @@
 #include "apps/bench/bench.h"
 #include "apps/bench/synthetic.h"
 #include "base/log.h"
-#include "model/kernels/kernels.h"
+#include "model/kernels/backend.h"
 #include "train/device.h"
 
 namespace cram {

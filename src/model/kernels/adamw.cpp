@@ -1,4 +1,4 @@
-#include "train/adamw.h"
+#include "model/kernels/adamw.h"
 
 #include <bit>
 #include <cmath>
@@ -12,7 +12,7 @@
 #define CRAM_CLONES
 #endif
 
-namespace cram {
+namespace cram::kernels {
 namespace {
 
 #if defined(__x86_64__)
@@ -120,4 +120,4 @@ void adamw_chunk(const AdamWStep& step, double* master, double* grad, double* ex
 double sum_of_squares(const float* values, std::int64_t count) { return squares_f32(values, count); }
 double sum_of_squares(const double* values, std::int64_t count) { return squares_f64(values, count); }
 
-}  // namespace cram
+}  // namespace cram::kernels

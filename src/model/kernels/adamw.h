@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace cram {
+namespace cram::kernels {
 
 struct AdamWStep {
   double lr = 0;
@@ -30,4 +30,4 @@ void adamw_chunk(const AdamWStep& step, double* master, double* grad, double* ex
 [[nodiscard]] double sum_of_squares(const float* values, std::int64_t count);
 [[nodiscard]] double sum_of_squares(const double* values, std::int64_t count);
 
-}  // namespace cram
+}  // namespace cram::kernels
