@@ -38,6 +38,8 @@ struct Backend {
 
 /// AVX512-BF16 for activations, portable loops for the optimizer.
 extern const Backend kCpuBackend;
+/// A GPU, bf16 and fp32. Only in a build with CUDA.
+extern const Backend kCudaBackend;
 /// Takes every tensor.
 extern const Backend kComposedBackend;
 

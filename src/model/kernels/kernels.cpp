@@ -7,6 +7,9 @@ namespace cram::kernels {
 namespace {
 
 const Backend* const kTable[] = {
+#ifdef CRAM_CUDA
+    &kCudaBackend,
+#endif
     &kCpuBackend,
     &kComposedBackend,
 };
