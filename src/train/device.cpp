@@ -96,6 +96,12 @@ DeviceChoice choose_device(Config& config, int processors, int local_rank) {
   return choice;
 }
 
+void wait_for_device() {
+#ifdef CRAM_CUDA
+  if (at::hasCUDA()) c10::cuda::device_synchronize();
+#endif
+}
+
 std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout) {
   return {{"cram", version()},
           {"build", build_description()},

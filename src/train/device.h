@@ -26,6 +26,9 @@ struct DeviceChoice {
 /// which of this machine's GPUs is its own (all the same one where there are fewer).
 [[nodiscard]] DeviceChoice choose_device(Config& config, int processors, int local_rank);
 
+/// Returns when this thread's current GPU has done all that it was given; at once where there is none. For clocks.
+void wait_for_device();
+
 /// Build, library versions and whatever can change bits (threads, instruction set, device, layout).
 [[nodiscard]] std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout);
 

@@ -18,7 +18,8 @@ void prepare_synthetic(Config& config, const Layout& layout);
 /// turn.
 class SyntheticBatches {
  public:
-  SyntheticBatches(const Config& config, int dp_rank);
+  /// `pin_memory`: page-locked, as the loader's are for a GPU.
+  SyntheticBatches(const Config& config, int dp_rank, bool pin_memory = false);
   [[nodiscard]] Batch next();
 
  private:
