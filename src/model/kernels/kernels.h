@@ -41,6 +41,7 @@ struct AttentionSaved {
   at::Tensor qkv;            // [N,3*heads*d]
   at::Tensor log_sum;        // [B*heads,S] fp32; on a GPU [B,heads,S]
   at::Tensor context;        // [B,heads,S,d], of a GPU
+  at::Tensor rng_state[2];   // of a GPU: what dropout would need, which there is none of
   at::Tensor split;          // [3,B*heads,S,d]
   at::Tensor probabilities;  // [B*heads,S,S]
 };

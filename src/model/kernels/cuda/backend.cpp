@@ -141,6 +141,8 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
     saved->qkv = qkv;
     saved->context = context;
     saved->log_sum = std::get<1>(out);  // [B,heads,S]
+    saved->rng_state[0] = std::get<6>(out);
+    saved->rng_state[1] = std::get<7>(out);
   }
   return context.transpose(1, 2).reshape({batch * seq, heads * head_dim});
 }
@@ -149,14 +151,12 @@ at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, s
                               const AttentionSaved& saved) {
   const at::Tensor& qkv = saved.qkv;
   const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
-  const at::Tensor d_heads = d_context.view({batch, seq, heads, head_dim}).transpose(1, 2);
-  // The generator's state that dropout would need; without dropout nothing reads it.
-  const at::Tensor unused = at::empty({2}, qkv.options().dtype(at::kLong));
+  const at::Tensor d_heads = d_context.reshape({batch, seq, heads, head_dim}).transpose(1, 2);
   const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_backward(
       d_heads, part_of(qkv, batch, heads, 0), part_of(qkv, batch, heads, 1), part_of(qkv, batch, heads, 2),
       saved.context, saved.log_sum, /*cum_seq_q=*/at::Tensor(), /*cum_seq_k=*/at::Tensor(), seq, seq, /*dropout_p=*/0.0,
-      /*is_causal=*/false, unused, unused);
-  return at::stack({dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)}, /*dim=*/3).view(qkv.sizes());
+      /*is_causal=*/false, saved.rng_state[0], saved.rng_state[1]);
+  return at::stack({dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)}, /*dim=*/3).reshape(qkv.sizes());
 }
 
 // ---- sums

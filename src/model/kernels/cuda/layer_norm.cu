@@ -115,8 +115,8 @@ __device__ void sum_columns(float (&a)[kVec], float (&b)[kVec]) {
 template <class T, int kVec>
 __global__ void layer_norm_sums_kernel(const T* dy, const T* x, const float* mean, const float* rstd, float* partial,
                                        std::int64_t rows, int width) {
-  const int c = static_cast<int>(blockIdx.x * kWarp + threadIdx.x) * kVec;
-  const std::int64_t chunks = gridDim.y, chunk = blockIdx.y;
+  const int c = static_cast<int>(blockIdx.y * kWarp + threadIdx.x) * kVec;
+  const std::int64_t chunks = gridDim.x, chunk = blockIdx.x;
   float dw[kVec] = {}, db[kVec] = {};
   if (c < width) {
     const std::int64_t end = min(rows, (chunk + 1) * kChunk);
@@ -196,7 +196,7 @@ void layer_norm_backward(Element element, const void* dy, const void* x, const f
     using T = decltype(t);
     // Two columns a lane of a wide row: whole lines of 128 bytes for bf16, and many blocks.
     constexpr int kColumns = decltype(vec)::value > 1 ? 2 : 1;
-    const dim3 grid(static_cast<unsigned>(divide_up(width, kWarp * kColumns)), static_cast<unsigned>(chunks));
+    const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(divide_up(width, kWarp * kColumns)));
     layer_norm_sums_kernel<T, kColumns><<<grid, block, 0, stream>>>(static_cast<const T*>(dy), static_cast<const T*>(x),
                                                                     mean, rstd, partial, rows, static_cast<int>(width));
   });
