@@ -89,7 +89,11 @@ DeviceChoice choose_device(Config& config, int processors, int local_rank) {
     why = unit.empty() ? "no bf16 matrix unit found" : unit + " found";
   }
   choice.precision = parse_precision(config.train.precision);
-  if (config.run.deterministic) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+  if (config.run.deterministic) {
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+    // Would fill every new tensor with NaN; ours are written before they are read.
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+  }
   choice.reason =
       concat("device ", choice.device_name, " (", choice.threads, choice.threads == 1 ? " thread" : " threads",
              "), precision ", config.train.precision, ": ", why);
