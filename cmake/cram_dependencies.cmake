@@ -100,7 +100,16 @@ if(CRAM_CUDA)
   if(NOT CUDAToolkit_FOUND)
     message(FATAL_ERROR " cram: CRAM_CUDA=ON needs the CUDA 13 toolkit: install it or configure with -DCRAM_CUDA=OFF")
   endif()
+  # Before the language is enabled, which would choose one itself.
   set(CMAKE_CUDA_ARCHITECTURES 80 90 CACHE STRING "GPU architectures to compile for")
+  set(CMAKE_CUDA_COMPILER ${CRAM_NVCC} CACHE FILEPATH "CUDA compiler")
+  enable_language(CUDA)
+  # After it: what tests the compiler needs the toolkit's runtime, and programs link the wheel's.
+  set(CMAKE_CUDA_RUNTIME_LIBRARY None)
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc has C++20
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+  endif()
   target_compile_definitions(cram_deps_torch INTERFACE CRAM_CUDA=1)
   target_include_directories(cram_deps_torch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
   target_link_libraries(cram_deps_torch INTERFACE
@@ -113,15 +122,24 @@ endif()
 # The wheel's libraries find each other through their own RPATH; ours need the wheel and its NCCL.
 set(CMAKE_BUILD_RPATH "${CRAM_TORCH_ROOT}/lib;${CRAM_TORCH_ROOT}/../nvidia/nccl/lib")
 
-# NCCL and the CUDA runtime under it, from the wheel as well, so that a program holds one of each. Without them (a CPU
-# build) the backend refuses at run time.
+# The CUDA runtime and cuBLASLt from the wheel, so that a program holds one of each; headers are the toolkit's.
+if(CRAM_CUDA)
+  add_library(cram_deps_cuda INTERFACE)
+  set(CRAM_CUDA_ROOT "${CRAM_TORCH_ROOT}/../nvidia/cu13/lib")
+  if(NOT EXISTS "${CRAM_CUDA_ROOT}/libcublasLt.so.13")
+    cram_missing("the CUDA 13 wheel of torch==${CRAM_TORCH_VERSION} (pip)" "libcublasLt.so.13 beside torch")
+  endif()
+  target_include_directories(cram_deps_cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(cram_deps_cuda INTERFACE ${CRAM_CUDA_ROOT}/libcublasLt.so.13 ${CRAM_CUDA_ROOT}/libcudart.so.13)
+endif()
+
+# NCCL from the wheel as well. Without it (a CPU build) the backend refuses at run time.
 add_library(cram_deps_nccl INTERFACE)
 set(CRAM_NCCL_ROOT "${CRAM_TORCH_ROOT}/../nvidia/nccl")
 if(CRAM_CUDA AND EXISTS "${CRAM_NCCL_ROOT}/include/nccl.h")
   target_compile_definitions(cram_deps_nccl INTERFACE CRAM_NCCL=1)
   target_include_directories(cram_deps_nccl SYSTEM INTERFACE ${CRAM_NCCL_ROOT}/include)
-  target_link_libraries(cram_deps_nccl INTERFACE
-    ${CRAM_NCCL_ROOT}/lib/libnccl.so.2 ${CRAM_TORCH_ROOT}/../nvidia/cu13/lib/libcudart.so.13)
+  target_link_libraries(cram_deps_nccl INTERFACE ${CRAM_NCCL_ROOT}/lib/libnccl.so.2 cram_deps_cuda)
 endif()
 
 if(NOT DEFINED CRAM_TESTS OR CRAM_TESTS)

@@ -27,7 +27,7 @@ double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock:
 // Seconds of one flush of micro-steps of this size, the same on every rank: rank 0's median.
 double measure(const Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
                std::int64_t micro_batches) {
-  SyntheticBatches batches(config, mesh.place().dp_rank);
+  SyntheticBatches batches(config, mesh.place().dp_rank, /*pin_memory=*/store.device().is_cuda());
   GradSync sync = make_grad_sync(store, mesh, /*overlap=*/false);
   MicroSteps steps(encoder, store, sync, mesh, config, [&] { return batches.next(); });
   const auto flush = [&] {

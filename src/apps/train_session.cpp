@@ -172,7 +172,7 @@ void check_rows_can_be_shared(const Config& config, const Layout& layout) {
 
 struct OpenedRun {
   std::unique_ptr<RunFolder> folder;  // rank 0's
-  std::string resume_from;          // a checkpoint; "" = step 0
+  std::string resume_from;            // a checkpoint; "" = step 0
 };
 
 // The run folder is rank 0's business; the others learn where to resume from. Fills in info.progress and, of a run that

@@ -74,7 +74,8 @@ at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
   const at::Tensor& table = store_.weight(word_embedding_);   // [R,H]
   const at::Tensor local = ids.reshape({-1}) - range_.begin;  // [N]
   const at::Tensor own = local.ge(0).logical_and_(local.lt(range_.valid));
-  at::Tensor sum = at::index_select(table, 0, at::where(own, local, 0));
+  // (Not at::where: its number would be copied to a GPU from pageable memory, which waits for the device.)
+  at::Tensor sum = at::index_select(table, 0, local.masked_fill(own.logical_not(), 0));
   if (tensor_.size() > 1) {
     sum.mul_(own.unsqueeze(1));
     sum = tensor_.leave_(sum);  // exact: all but one of the terms are 0
@@ -87,7 +88,8 @@ at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
     sum.view({batch, seq, config_.hidden}).add_(positions);
   }
   if (saved == nullptr) return norm_.forward(sum, nullptr);
-  saved->rows = at::where(own.logical_and(ids.reshape({-1}).ne(static_cast<std::int64_t>(kPadId))), local, -1);
+  saved->rows =
+      local.masked_fill(own.logical_not().logical_or_(ids.reshape({-1}).eq(static_cast<std::int64_t>(kPadId))), -1);
   saved->batch = batch;
   return norm_.forward(sum, &saved->norm);
 }

@@ -26,9 +26,9 @@ kernels::CrossEntropy vocabulary_cross_entropy_(const at::Tensor& logits, const 
   if (tensor.size() == 1) return kernels::cross_entropy_(logits, labels, write_gradient);
   const std::int64_t positions = logits.size(0);
   const at::ScalarType wide = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor local = labels - range.begin;                           // [M]
-  const at::Tensor own = local.ge(0).logical_and_(local.lt(range.valid));  // [M] the label is one of our rows
-  const at::Tensor safe = at::where(own, local, 0).unsqueeze(1);           // [M,1]
+  const at::Tensor local = labels - range.begin;                                 // [M]
+  const at::Tensor own = local.ge(0).logical_and_(local.lt(range.valid));        // [M] the label is one of our rows
+  const at::Tensor safe = local.masked_fill(own.logical_not(), 0).unsqueeze(1);  // [M,1]
   const std::int64_t block = std::max<std::int64_t>(1, kBlockElements / std::max<std::int64_t>(1, range.rows));
   const auto for_blocks = [&](const auto& body) {
     for (std::int64_t begin = 0; begin < positions && range.valid > 0; begin += block) {

@@ -120,7 +120,11 @@ DeviceChoice choose_device(Config& config, int processors, int local_rank, int l
     why = unit.empty() ? "no bf16 matrix unit found" : unit + " found";
   }
   choice.precision = parse_precision(config.train.precision);
-  if (config.run.deterministic) at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+  if (config.run.deterministic) {
+    at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
+    // Would fill every new tensor with NaN; ours are written before they are read.
+    at::globalContext().setDeterministicFillUninitializedMemory(false);
+  }
   choice.reason =
       concat("device ", choice.device_name, " (", choice.threads, choice.threads == 1 ? " thread" : " threads",
              "), precision ", config.train.precision, ": ", why);
@@ -137,6 +141,12 @@ double free_memory_bytes(const DeviceChoice& choice) {
 #endif
   constexpr double kMost = 0.75;
   return kMost * available_memory_bytes() / choice.local_ranks;
+}
+
+void wait_for_device() {
+#ifdef CRAM_CUDA
+  if (at::hasCUDA()) c10::cuda::device_synchronize();
+#endif
 }
 
 std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout) {

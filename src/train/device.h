@@ -32,6 +32,9 @@ struct DeviceChoice {
 /// rank's part.
 [[nodiscard]] double free_memory_bytes(const DeviceChoice& choice);
 
+/// Returns when this thread's current GPU has done all that it was given; at once where there is none. For clocks.
+void wait_for_device();
+
 /// Build, library versions and whatever can change bits (threads, instruction set, device, layout).
 [[nodiscard]] std::map<std::string, std::string> describe_environment(const DeviceChoice& choice, const Layout& layout);
 

@@ -42,13 +42,14 @@ Placement place_in(const Config& config, Communicator& tensor, Communicator& pip
 }
 
 MicroSteps::MicroSteps(Encoder& encoder, ParameterStore& store, GradSync& sync, const Mesh& mesh, const Config& config,
-                       std::function<Batch()> next_batch)
+                       std::function<Batch()> next_batch, std::unique_ptr<StepGraphs> graphs)
     : encoder_(encoder),
       store_(store),
       sync_(sync),
       mesh_(mesh),
       config_(config),
-      next_batch_(std::move(next_batch)),
+      batches_(std::move(next_batch), make_batch_transfer(store.device())),
+      graphs_(std::move(graphs)),
       loss_sum_(at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(store.device()))) {}
 
 PlanShape MicroSteps::shape_for(int micro_batches) const {
@@ -81,8 +82,30 @@ void MicroSteps::run(std::int64_t count, bool last) {
   count_ = static_cast<int>(count);
   last_ = last;
   fetched_ = 0;
-  run_pipeline(plan_for(count_), shape_for(count_), *this, mesh_.pipeline());
+  if (graphs_ != nullptr && count == 1 && !(last && mesh_.layout().data > 1)) {
+    last_ = false;  // GradSync::finish does what there is to do: the exchange is no part of a record
+    const MicroBatch batch = micro_batch(0);
+    graphs_->run(batch, [this](const MicroBatch& fixed) {
+      saved_.clear();
+      in_flight_[0] = fixed;
+      run_plan();
+    });
+    in_flight_.clear();  // a replay does not
+  } else {
+    run_plan();
+  }
+  wait_for_data([&] { batches_.start(); });  // while the device is busy
   done_ += count;
+}
+
+void MicroSteps::run_plan() { run_pipeline(plan_for(count_), shape_for(count_), *this, mesh_.pipeline()); }
+
+template <class Call>
+void MicroSteps::wait_for_data(const Call& call) {
+  const double from_s = now_s();
+  const Timed timed(Section::kDataWait);
+  call();
+  data_wait_s_ += now_s() - from_s;
 }
 
 MicroSteps::Totals MicroSteps::totals() const {
@@ -92,19 +115,14 @@ MicroSteps::Totals MicroSteps::totals() const {
 const MicroBatch& MicroSteps::micro_batch(int number) {
   // A rank's first block sees the micro-batches in order; the others find them here.
   while (fetched_ <= number) {
-    const double from_s = now_s();
-    const Batch batch = [&] {
-      const Timed timed(Section::kDataWait);
-      return next_batch_();
-    }();
-    data_wait_s_ += now_s() - from_s;
+    Batch batch;
+    wait_for_data([&] { batch = batches_.next(); });
     masked_ += static_cast<double>(batch.labels.numel());
-    const auto on_device = [&](const at::Tensor& host) { return host.to(store_.device(), /*non_blocking=*/true); };
     const std::int64_t rows = config_.train.micro_batch_size;
     const std::int64_t index = (done_ + fetched_) * mesh_.layout().data + mesh_.place().dp_rank;
     const DropoutSource dropout{config_.model.dropout, static_cast<std::uint64_t>(config_.run.seed), step_,
                                 first_sample_ + index * rows, config_.model.seq_length};
-    in_flight_[fetched_++] = {on_device(batch.ids), on_device(batch.positions), on_device(batch.labels), dropout};
+    in_flight_[fetched_++] = {batch.ids, batch.positions, batch.labels, dropout};
   }
   return in_flight_.at(number);
 }

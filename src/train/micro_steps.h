@@ -11,15 +11,18 @@
 #include "parallel/grad_sync.h"
 #include "parallel/mesh.h"
 #include "parallel/pipeline.h"
+#include "train/batch_prefetch.h"
+#include "train/step_graph.h"
 #include "train/train_config.h"
 
 namespace cram {
 
 class MicroSteps final : public PipelineStage {
  public:
-  /// All must outlive it. `next_batch` returns this rank's next micro-batch, on the host.
+  /// All must outlive it. `next_batch` returns this rank's next micro-batch, on the host. With `graphs` micro-steps are
+  /// recorded and replayed, except those that exchange something; nullptr: they run as they are.
   MicroSteps(Encoder& encoder, ParameterStore& store, GradSync& sync, const Mesh& mesh, const Config& config,
-             std::function<Batch()> next_batch);
+             std::function<Batch()> next_batch, std::unique_ptr<StepGraphs> graphs = nullptr);
 
   /// Runs the micro-batches of a batch, adding their gradients, which are exchanged as they become complete (not
   /// without `exchange`). `step` (from 1) and the first global sample are for dropout. `stop` is asked wherever nothing
@@ -43,6 +46,10 @@ class MicroSteps final : public PipelineStage {
 
  private:
   void run(std::int64_t count, bool last);
+  void run_plan();
+  /// Waits for the loader, for the profile and the totals.
+  template <class Call>
+  void wait_for_data(const Call& call);
   [[nodiscard]] const MicroBatch& micro_batch(int number);
   [[nodiscard]] const StagePlan& plan_for(int micro_batches);
   [[nodiscard]] PlanShape shape_for(int micro_batches) const;
@@ -52,7 +59,8 @@ class MicroSteps final : public PipelineStage {
   GradSync& sync_;
   const Mesh& mesh_;
   const Config& config_;
-  std::function<Batch()> next_batch_;
+  BatchPrefetch batches_;
+  std::unique_ptr<StepGraphs> graphs_;
   std::map<int, StagePlan> plans_;  // by number of micro-batches: a ramp has several
   // Of the batch.
   std::int64_t step_ = 0, first_sample_ = 0, done_ = 0;

@@ -3,7 +3,6 @@
 
 #include "model/parameter_store.h"
 #include "parallel/mesh.h"
-#include "train/adamw.h"
 
 namespace cram {
 

@@ -9,7 +9,7 @@
 
 namespace cram {
 
-SyntheticBatches::SyntheticBatches(const Config& config, int dp_rank) {
+SyntheticBatches::SyntheticBatches(const Config& config, int dp_rank, bool pin_memory) {
   constexpr int kMade = 4;
   const std::int64_t rows = config.train.micro_batch_size, seq = config.model.seq_length;
   const std::int64_t masked = masked_in_row(config);
@@ -31,6 +31,9 @@ SyntheticBatches::SyntheticBatches(const Config& config, int dp_rank) {
         batch.labels.data_ptr<std::int64_t>()[r * masked + i] = ids[position];
         ids[position] = kMaskId;
       }
+    }
+    if (pin_memory) {
+      for (at::Tensor* x : {&batch.ids, &batch.labels, &batch.positions}) *x = x->pin_memory();
     }
     batches_.push_back(std::move(batch));
   }

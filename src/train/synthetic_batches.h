@@ -12,7 +12,8 @@ namespace cram {
 /// turn.
 class SyntheticBatches {
  public:
-  SyntheticBatches(const Config& config, int dp_rank);
+  /// `pin_memory`: page-locked, as the loader's are for a GPU.
+  SyntheticBatches(const Config& config, int dp_rank, bool pin_memory = false);
   [[nodiscard]] Batch next();
 
  private:

@@ -38,6 +38,11 @@ void add_train_options(OptionTable& table, Config& config) {
       .also_called({"num_threads", "cpus"})
       .free_on_resume();
   table.add("run.deterministic", &run.deterministic, "bitwise repeatable kernels on a GPU (the CPU always is)");
+  table
+      .add("run.cuda_graph", &run.cuda_graph,
+           "record micro-steps on a GPU and replay them; auto = where it is possible, on = refuse where it is not")
+      .choices({"auto", "on", "off"})
+      .free_on_resume();
   table.add("run.stop_after", &run.stop_after, "save and stop at this point, schedule untouched; 0 = never")
       .units({"steps"})
       .free_on_resume();

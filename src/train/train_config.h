@@ -17,6 +17,7 @@ struct RunConfig {
   std::string device = "auto";
   std::int64_t threads = 0;  ///< 0 = all processors this process may use
   bool deterministic = false;
+  std::string cuda_graph = "auto";
   Quantity stop_after{0, "steps"};
 };
 

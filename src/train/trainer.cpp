@@ -47,7 +47,9 @@ Trainer::Trainer(TrainerParts parts)
       loader_(std::make_unique<Loader>(parts_.shards, loader_settings(parts_.config, parts_.mesh, parts_.store),
                                        progress_.consumed_samples)),
       sync_(make_grad_sync(parts_.store, parts_.mesh, parts_.config.parallel.overlap)),
-      micro_steps_(parts_.encoder, parts_.store, sync_, parts_.mesh, parts_.config, [this] { return loader_->next(); }),
+      micro_steps_(
+          parts_.encoder, parts_.store, sync_, parts_.mesh, parts_.config, [this] { return loader_->next(); },
+          make_step_graphs(parts_.config, parts_.mesh.layout(), parts_.store.device())),
       traffic_(parts_.mesh, parts_.config, masked_in_row(parts_.config)),
       at_start_(progress_) {}
 

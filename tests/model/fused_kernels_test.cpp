@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "model/kernels/avx512.h"
+#include "model/kernels/backend.h"
 #include "model/kernels/kernels.h"
 #include "support/golden.h"
 
@@ -65,9 +66,9 @@ TEST(Threads, SharesWorkOut) {
 
 TEST(Fused, IsUsedForContiguousBf16OnTheCpuOnly) {
   CRAM_NEEDS_FUSED();
-  EXPECT_TRUE(kernels::uses_fused(random_bf16({4, 32}, 1)));
-  EXPECT_FALSE(kernels::uses_fused(random_bf16({4, 32}, 1).t()));
-  EXPECT_FALSE(kernels::uses_fused(random_float({4, 32}, 1)));
+  EXPECT_STREQ(kernels::backend_name(random_bf16({4, 32}, 1)), "cpu");
+  EXPECT_STREQ(kernels::backend_name(random_bf16({4, 32}, 1).t()), "composed");
+  EXPECT_STREQ(kernels::backend_name(random_float({4, 32}, 1)), "composed");
 }
 
 TEST(Fused, Geglu) {

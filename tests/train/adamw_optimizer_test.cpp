@@ -8,13 +8,17 @@
 #include <cmath>
 
 #include "base/rng.h"
+#include "model/kernels/adamw.h"
 #include "support/golden.h"
-#include "train/adamw.h"
 #include "train/optimizer.h"
 
 namespace cram {
 namespace {
 
+using kernels::adamw_chunk;
+using kernels::AdamWStep;
+using kernels::kOptimizerChunk;
+using kernels::sum_of_squares;
 using test::Golden;
 using test::Model;
 using test::relative_error;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "train/device.h"
+
 namespace cram {
 
 const std::vector<Bench>& benches() {
@@ -31,14 +33,20 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-double median_time_s(const std::function<void()>& call, int calls) {
+double median_time_s(const std::function<void()>& call, int calls, at::Device device) {
+  const int together = device.is_cuda() ? 10 : 1;
+  const auto settle = [&] {
+    if (device.is_cuda()) wait_for_device();
+  };
   call();
   call();
   std::vector<double> seconds;
   for (int i = 0; i < calls; ++i) {
+    settle();
     const double from_s = bench_now_s();
-    call();
-    seconds.push_back(bench_now_s() - from_s);
+    for (int k = 0; k < together; ++k) call();
+    settle();
+    seconds.push_back((bench_now_s() - from_s) / together);
   }
   return median(seconds);
 }

@@ -2,6 +2,8 @@
 // RESULT line (or, with --json, one JSON object); they assert nothing.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <functional>
 #include <memory>
 #include <string>
@@ -54,7 +56,8 @@ struct Bench {
 [[nodiscard]] double bench_now_s();
 /// The middle one of an odd number of values, the upper middle one otherwise.
 [[nodiscard]] double median(std::vector<double> values);
-/// Median seconds of `calls` calls, after two whose memory and caches are fresh.
-[[nodiscard]] double median_time_s(const std::function<void()>& call, int calls);
+/// Median seconds of `calls` calls, after two whose memory and caches are fresh. On a GPU a sample is several calls
+/// with the device idle before and after, so that what is measured is its work and not one launch.
+[[nodiscard]] double median_time_s(const std::function<void()>& call, int calls, at::Device device = at::kCPU);
 
 }  // namespace cram

@@ -9,7 +9,7 @@
 #include "apps/bench/bench.h"
 #include "apps/bench/synthetic.h"
 #include "base/log.h"
-#include "model/kernels/kernels.h"
+#include "model/kernels/backend.h"
 #include "train/device.h"
 
 namespace cram {
@@ -38,6 +38,14 @@ BenchResult bench_kernels(BenchContext& context) {
   (void)kernels::composed::attention(qkv, batch, m.heads, true, &composed_saved);
   const double n = static_cast<double>(tokens * m.hidden) * 2, f = static_cast<double>(tokens * m.ffn) * 2;
   const double v = static_cast<double>(masked * m.vocab_size) * 2;
+  // As many parameters as a layer has.
+  const std::int64_t parameters = 4 * m.hidden * m.hidden + m.hidden * (m.ffn + m.ffn / 2);
+  const std::vector<kernels::AdamWPiece> pieces = {{at::randn({parameters}, wide), at::randn({parameters}, wide),
+                                                    at::zeros({parameters}, wide), at::zeros({parameters}, wide),
+                                                    at::zeros({parameters}, options), kernels::AdamWStep{.lr = 1e-4}}};
+  const at::Tensor& gradient = pieces[0].grad;
+  const at::Tensor ids = at::arange(tokens, options.dtype(at::kLong)).mul_(17).remainder_(m.vocab_size);
+  const at::Tensor table_grad = at::zeros({m.vocab_size, m.hidden}, wide);
   struct Row {
     const char* name;
     double bytes;  // read and written at least
@@ -63,16 +71,23 @@ BenchResult bench_kernels(BenchContext& context) {
        [&] { kernels::add_transposed_product_(sum, u, x); }, [&] { sum.add_(at::mm(u.t(), x)); }},
       {"add_to", static_cast<double>(sum.nbytes()) * 2.5, [&] { kernels::add_to_(sum, product); },
        [&] { sum.add_(product); }},
+      {"scatter_add_rows", 5 * n, [&] { kernels::scatter_add_rows(table_grad, ids, dy, -1); },
+       [&] { composed::scatter_add_rows(table_grad, ids, dy, -1); }},
+      {"sum_of_squares", static_cast<double>(gradient.nbytes()), [&] { (void)kernels::sum_of_squares(gradient); },
+       [&] { (void)composed::sum_of_squares(gradient); }},
+      {"adamw", static_cast<double>(gradient.nbytes()) * 8.5, [&] { kernels::adamw_(pieces); },
+       [&] { composed::adamw_(pieces); }},
   };
   const at::Tensor from = at::randn({tokens, m.hidden}, options), to = at::empty_like(from);
-  const double copy_bandwidth = 2 * n / median_time_s([&] { to.copy_(from); }, 8);
+  const double copy_bandwidth = 2 * n / median_time_s([&] { to.copy_(from); }, 8, choice.device);
   say(choice.reason, "; copying ", static_cast<std::int64_t>(n / 1e6),
       " MB: ", static_cast<std::int64_t>(copy_bandwidth / 1e9), " GB/s");
   say("  kernel               fused ms  composed ms  ratio   GB/s  of a copy's");
   BenchResult result;
   result.add("copy_GBps", copy_bandwidth / 1e9);
   for (const Row& row : rows) {
-    const double fused_s = median_time_s(row.fused, 8), composed_s = median_time_s(row.composed, 8);
+    const double fused_s = median_time_s(row.fused, 8, choice.device);
+    const double composed_s = median_time_s(row.composed, 8, choice.device);
     const double bandwidth = row.bytes / fused_s;
     char line[128];
     std::snprintf(line, sizeof line, "  %-20s %8.3f  %11.3f  %5.2f  %5.1f  %9.0f %%", row.name, 1e3 * fused_s,

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <optional>
+#include <string>
 
 #include "apps/bench/bench.h"
 #include "apps/bench/synthetic.h"
@@ -22,6 +24,7 @@ namespace {
 
 constexpr double kMeasure_s = 12;
 constexpr int kFewestSteps = 3;
+constexpr int kProfiledSteps = 3;
 
 struct Product {
   const char* name;
@@ -53,18 +56,36 @@ struct ProductTimes {
 ProductTimes time_product(const Product& p, const at::TensorOptions& options, bool with_own) {
   const at::Tensor x = at::randn({p.rows, p.in}, options), w = at::randn({p.out, p.in}, options);
   const at::Tensor dy = at::randn({p.rows, p.out}, options);
-  constexpr int kCalls = 7;
+  const auto time = [&](const std::function<void()>& call) { return median_time_s(call, 7, options.device()); };
   ProductTimes times;
-  times.aten = {median_time_s([&] { (void)at::mm(x, w.t()); }, kCalls),
-                median_time_s([&] { (void)at::mm(dy, w); }, kCalls),
-                median_time_s([&] { (void)at::mm(dy.t(), x); }, kCalls)};
+  times.aten = {time([&] { (void)at::mm(x, w.t()); }), time([&] { (void)at::mm(dy, w); }),
+                time([&] { (void)at::mm(dy.t(), x); })};
   if (!with_own) return times;
   const at::Tensor sum = at::zeros(w.sizes(), options.dtype(options.dtype() == at::kDouble ? at::kDouble : at::kFloat));
   kernels::WeightPanels panels;
-  times.own = {median_time_s([&] { (void)kernels::product_transposed(x, w, panels); }, kCalls),
-               median_time_s([&] { (void)kernels::product(dy, w, panels); }, kCalls),
-               median_time_s([&] { kernels::add_transposed_product_(sum, dy, x); }, kCalls)};
+  times.own = {time([&] { (void)kernels::product_transposed(x, w, panels); }),
+               time([&] { (void)kernels::product(dy, w, panels); }),
+               time([&] { kernels::add_transposed_product_(sum, dy, x); })};
   return times;
+}
+
+// What a GPU's tensor cores can do in dense bf16, FLOP/s.
+struct Peak {
+  double flops = 0;
+  const char* source = "";
+};
+
+Peak peak_of(const DeviceChoice& choice) {
+  const auto named = [&](const char* part) { return choice.device_name.find(part) != std::string::npos; };
+  // Data sheets; forms with other clocks (PCIe, NVL) are measured.
+  if (named("A100")) return {312e12, "data sheet of A100"};
+  if ((named("H100") && named("HBM3")) || (named("H200") && !named("NVL")))
+    return {989e12, "data sheet of H100/H200 SXM"};
+  const at::TensorOptions options = at::TensorOptions().dtype(at::kBFloat16).device(choice.device);
+  constexpr std::int64_t kSize = 8192;
+  const at::Tensor a = at::randn({kSize, kSize}, options), b = at::randn({kSize, kSize}, options);
+  const double seconds = median_time_s([&] { (void)at::mm(a, b); }, 5, choice.device);
+  return {2.0 * kSize * kSize * kSize / seconds, "measured, a product of 8192 x 8192 x 8192"};
 }
 
 void say_row(const char* format, auto... values) {
@@ -120,31 +141,39 @@ BenchResult bench_step(BenchContext& context) {
   store.initialize(0);
   const TrainConfig& t = config.train;
   const std::int64_t micro_batches = t.batch_size / (t.micro_batch_size * mesh.layout().data);
-  SyntheticBatches batches(config, mesh.place().dp_rank);
+  const bool gpu = choice.device.is_cuda();
+  SyntheticBatches batches(config, mesh.place().dp_rank, /*pin_memory=*/gpu);
   GradSync sync = make_grad_sync(store, mesh, config.parallel.overlap);
-  MicroSteps micro_steps(encoder, store, sync, mesh, config, [&] { return batches.next(); });
+  const auto next_batch = [&] { return batches.next(); };
+  std::optional<MicroSteps> micro_steps;
+  micro_steps.emplace(encoder, store, sync, mesh, config, next_batch,
+                      make_step_graphs(config, mesh.layout(), choice.device));
   Optimizer optimizer(store, {t.beta1, t.beta2, t.eps, t.weight_decay, t.clip}, mesh);
-  Profile profile;
   double loss = 0;
-  const auto step = [&](std::int64_t number) {
-    (void)micro_steps.run_batch(number, 0, micro_batches);
+  std::int64_t number = 0;
+  const auto step = [&](MicroSteps& steps) {
+    (void)steps.run_batch(++number, 0, micro_batches);
     sync.finish();
-    const MicroSteps::Totals totals = micro_steps.totals();
+    const MicroSteps::Totals totals = steps.totals();
     loss = totals.loss_sum / std::max(1.0, totals.masked);
     const double norm = optimizer.grad_norm() / std::max(1.0, totals.masked);
     optimizer.update(number, 1e-4, clip_factor(norm, t.clip) / std::max(1.0, totals.masked));
   };
-  step(1);
-  profile.clear();
+  // A GPU's clock is read in a pass of its own, since every look at it waits for the device.
+  std::optional<Profile> profile;
+  if (!gpu) profile.emplace();
+  // Memory, caches, and where there are graphs also these.
+  const int first_steps = gpu ? StepGraphs::kWarmUps + 2 : 1;
+  for (int i = 0; i < first_steps; ++i) step(*micro_steps);
+  if (profile) profile->clear();
   std::vector<double> seconds;
   const double from_s = bench_now_s();
-  std::int64_t number = 2;
   while (seconds.size() < kFewestSteps || bench_now_s() - from_s < kMeasure_s) {
     const double step_from_s = bench_now_s();
-    step(number++);
+    step(*micro_steps);
     seconds.push_back(bench_now_s() - step_from_s);
   }
-  const double all_s = bench_now_s() - from_s;
+  double profiled_s = bench_now_s() - from_s;
   const double step_s = median(seconds);
   const double tokens = static_cast<double>(t.batch_size * config.model.seq_length);
   const double flops_per_token = train_flops_per_token(config.model, masked_in_row(config));
@@ -155,15 +184,35 @@ BenchResult bench_step(BenchContext& context) {
   result.add("tokens_per_s", tokens / step_s);
   result.add("step_ms", 1e3 * step_s);
   result.add("model_gflops", tokens / step_s * flops_per_token / 1e9);
+  if (gpu) {
+    const Peak peak = peak_of(choice);
+    const double share = tokens / step_s * flops_per_token / (peak.flops * mesh.world().size());
+    say_row("  model FLOP utilisation %.1f %% of %.0f TFLOP/s of dense bf16 a GPU (%s)", 100 * share, peak.flops / 1e12,
+            peak.source);
+    result.add("mfu", share);
+    micro_steps.reset();  // the graph's memory is a step's
+    MicroSteps eager(encoder, store, sync, mesh, config, next_batch);
+    step(eager);
+    profile.emplace(wait_for_device);
+    wait_for_device();
+    const double profile_from_s = bench_now_s();
+    for (int i = 0; i < kProfiledSteps; ++i) step(eager);
+    wait_for_device();
+    profiled_s = bench_now_s() - profile_from_s;
+    say_row("  parts of a step without graphs that waits for the device at each of them, %.1f ms:",
+            1e3 * profiled_s / kProfiledSteps);
+  }
+  // The parts are those of the measured steps, or on a GPU of the pass above.
+  const double parts_step_s = gpu ? profiled_s / kProfiledSteps : step_s;
   double listed = 0;
   for (int i = 0; i < static_cast<int>(Section::kCount); ++i) {
     const auto section = static_cast<Section>(i);
-    const double share = profile.seconds(section) / all_s;
+    const double share = profile->seconds(section) / profiled_s;
     listed += share;
-    say_row("  %-12s %5.1f %%  %8.2f ms", section_name(section), 100 * share, 1e3 * share * step_s);
+    say_row("  %-12s %5.1f %%  %8.2f ms", section_name(section), 100 * share, 1e3 * share * parts_step_s);
     result.add(std::string(section_name(section)) + "_share", share);
   }
-  say_row("  %-12s %5.1f %%  %8.2f ms", "other", 100 * (1 - listed), 1e3 * (1 - listed) * step_s);
+  say_row("  %-12s %5.1f %%  %8.2f ms", "other", 100 * (1 - listed), 1e3 * (1 - listed) * parts_step_s);
   const at::TensorOptions options = at::TensorOptions().dtype(working_type(choice.precision)).device(choice.device);
   double gemm_s = 0;
   for (const Product& p : products_of(config)) {

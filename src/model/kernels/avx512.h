@@ -1,5 +1,5 @@
 // Fused kernels of the encoder for bf16 on CPUs with AVX512-BF16: plain pointers, no tensor library, so that this code
-// can be compiled with its own instruction set without leaking it into anything else. fused.cpp threads and calls them.
+// can be compiled with its own instruction set without leaking it into anything else. cpu*.cpp thread and call them.
 //
 // All arithmetic is fp32; bf16 is what is read and written (round to nearest even). Each row, head or chunk is computed
 // alone and in a fixed order: the same bits for any number of threads.

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <cmath>
 
-#include "model/kernels/kernels.h"
+#include "model/kernels/backend.h"
 
-namespace cram::kernels::composed {
+namespace cram::kernels {
+namespace composed {
 namespace {
 
 // CUDA's layer norm wants one dtype; the CPU's takes a bf16 input with fp32 weights.
@@ -31,6 +32,12 @@ at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const 
   weight_grad.add_(dweight);
   bias_grad.add_(dbias);
   return residual.defined() ? dx.add_(residual) : dx;
+}
+
+NormOutput add_layer_norm_(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight,
+                           const at::Tensor& bias, double eps) {
+  x.add_(branch);
+  return layer_norm(x, weight, bias, eps);
 }
 
 at::Tensor geglu(const at::Tensor& u) {
@@ -127,4 +134,71 @@ CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, 
   return out;
 }
 
-}  // namespace cram::kernels::composed
+at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight, WeightPanels& /*panels*/) {
+  return at::mm(x, weight.t());
+}
+
+at::Tensor product(const at::Tensor& dy, const at::Tensor& weight, WeightPanels& /*panels*/) {
+  return at::mm(dy, weight);
+}
+
+void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x) {
+  if (sum.scalar_type() == x.scalar_type()) {
+    at::Tensor target = sum;
+    at::addmm_out(target, sum, dy.t(), x);
+  } else {
+    kernels::add_to_(sum, at::mm(dy.t(), x));  // a rounded product, a wide sum
+  }
+}
+
+void add_to_(const at::Tensor& sum, const at::Tensor& x) { sum.add_(x); }
+
+void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& d_rows, std::int64_t skip_id) {
+  // Rows of the skipped id are zeroed rather than removed: no data-dependent shape, so no host synchronisation.
+  const at::Tensor kept = d_rows.to(grad.scalar_type()) * ids.ne(skip_id).unsqueeze(1);
+  grad.index_add_(0, ids.clamp_min(0), kept);
+}
+
+void adamw_(const std::vector<AdamWPiece>& pieces) {
+  for (const AdamWPiece& piece : pieces) {
+    const AdamWStep& step = piece.step;
+    const double bias1 = 1 - std::pow(step.beta1, static_cast<double>(step.step));
+    const double bias2 = 1 - std::pow(step.beta2, static_cast<double>(step.step));
+    piece.grad.mul_(step.grad_scale);
+    piece.exp_avg.mul_(step.beta1).add_(piece.grad, 1 - step.beta1);
+    piece.exp_avg_sq.mul_(step.beta2).addcmul_(piece.grad, piece.grad, 1 - step.beta2);
+    const at::Tensor denominator = piece.exp_avg_sq.sqrt().div_(std::sqrt(bias2)).add_(step.eps);
+    piece.master.mul_(1 - step.lr * step.weight_decay).addcdiv_(piece.exp_avg, denominator, -step.lr / bias1);
+    if (piece.working.defined()) piece.working.copy_(piece.master);
+    piece.grad.zero_();
+  }
+}
+
+at::Tensor sum_of_squares(const at::Tensor& flat) { return flat.to(at::kDouble).square().sum(); }
+
+namespace {
+bool takes_all(const at::Tensor& /*x*/) { return true; }
+}  // namespace
+
+}  // namespace composed
+
+constinit const Backend kComposedBackend{.name = "composed",
+                                         .takes = composed::takes_all,
+                                         .takes_master = composed::takes_all,
+                                         .layer_norm = composed::layer_norm,
+                                         .add_layer_norm_ = composed::add_layer_norm_,
+                                         .layer_norm_backward = composed::layer_norm_backward,
+                                         .attention = composed::attention,
+                                         .attention_backward = composed::attention_backward,
+                                         .product_transposed = composed::product_transposed,
+                                         .product = composed::product,
+                                         .add_transposed_product_ = composed::add_transposed_product_,
+                                         .add_to_ = composed::add_to_,
+                                         .geglu = composed::geglu,
+                                         .geglu_backward = composed::geglu_backward,
+                                         .scatter_add_rows = composed::scatter_add_rows,
+                                         .cross_entropy_ = composed::cross_entropy_,
+                                         .adamw_ = composed::adamw_,
+                                         .sum_of_squares = composed::sum_of_squares};
+
+}  // namespace cram::kernels

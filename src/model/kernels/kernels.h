@@ -1,7 +1,7 @@
-// The operations of the encoder: one declaration an operation. On bf16 CPU tensors of a
-// processor with AVX512-BF16 they are fused kernels (fused.cpp, avx512.cpp); everywhere else, and as the oracle of
-// those, the compositions of ATen operators in namespace `composed`, for every device and dtype. The choice depends on
-// device, dtype, sizes and instruction set alone.
+// The operations of the encoder and its optimizer: one declaration an operation, several backends (backend.h) behind
+// it. On bf16 CPU tensors of a processor with AVX512-BF16, and on bf16 and fp32 tensors of a GPU, they are fused
+// kernels; everywhere else, and as the oracle of those, the compositions of ATen operators in namespace `composed`, for
+// every device and dtype. The choice depends on device, dtype, sizes and instruction set alone.
 //
 // Legend: N rows (B*S tokens), H hidden, F rows of dense_in, M masked positions, V vocabulary.
 #pragma once
@@ -9,6 +9,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
+
+#include "model/kernels/adamw.h"
 
 namespace cram::kernels {
 
@@ -34,11 +37,13 @@ struct NormOutput {
                                              const at::Tensor& weight_grad, const at::Tensor& bias_grad,
                                              const at::Tensor& residual = at::Tensor());
 
-/// What attention keeps for its backward pass. The fused kernel keeps its input and a number a row; the composed one
-/// the split heads, and the probabilities unless they are to be made again.
+/// What attention keeps for its backward pass. The fused kernels keep their input and a number a row (a GPU's also the
+/// result); the composed one the split heads, and the probabilities unless they are to be made again.
 struct AttentionSaved {
   at::Tensor qkv;            // [N,3*heads*d]
-  at::Tensor log_sum;        // [B*heads,S] fp32
+  at::Tensor log_sum;        // [B*heads,S] fp32; on a GPU [B,heads,S]
+  at::Tensor context;        // [B,heads,S,d], of a GPU
+  at::Tensor rng_state[2];   // of a GPU: what dropout would need, which there is none of
   at::Tensor split;          // [3,B*heads,S,d]
   at::Tensor probabilities;  // [B*heads,S,S]
 };
@@ -79,25 +84,21 @@ struct CrossEntropy {
 /// is rounded to the logits' dtype. Without it they are kept, and `correct` is counted as well.
 [[nodiscard]] CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient);
 
-/// The compositions of ATen operators.
-namespace composed {
+/// A part of the flat buffers that an update changes: fp32 (fp64) tensors of one size, contiguous.
+struct AdamWPiece {
+  at::Tensor master, grad, exp_avg, exp_avg_sq;
+  at::Tensor working;  ///< receives the new master in its own format; undefined where the master itself is used
+  AdamWStep step;
+};
 
-[[nodiscard]] NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps);
-[[nodiscard]] at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
-                                             const at::Tensor& weight, const at::Tensor& bias,
-                                             const at::Tensor& weight_grad, const at::Tensor& bias_grad,
-                                             const at::Tensor& residual);
-[[nodiscard]] at::Tensor geglu(const at::Tensor& u);
-[[nodiscard]] at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u);
-[[nodiscard]] at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads,
-                                   bool keep_probabilities, AttentionSaved* saved);
-[[nodiscard]] at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
-                                            const AttentionSaved& saved);
-[[nodiscard]] CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient);
+/// Updates all pieces (Loshchilov & Hutter 2019, decoupled weight decay) and clears their gradients.
+void adamw_(const std::vector<AdamWPiece>& pieces);
 
-}  // namespace composed
+/// [] fp64 on the tensor's device: sum of the squares of a contiguous fp32 (fp64) tensor, in an order that its size
+/// alone decides.
+[[nodiscard]] at::Tensor sum_of_squares(const at::Tensor& flat);
 
-/// True when the fused kernels are used for this tensor.
-[[nodiscard]] bool uses_fused(const at::Tensor& x);
+/// "composed", "cpu" or "cuda": which backend works on activations like this one.
+[[nodiscard]] const char* backend_name(const at::Tensor& x);
 
 }  // namespace cram::kernels

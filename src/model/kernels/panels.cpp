@@ -6,8 +6,7 @@
 
 #include <algorithm>
 
-#include "model/kernels/avx512.h"
-#include "model/kernels/kernels.h"
+#include "model/kernels/cpu.h"
 #include "model/kernels/thread_scratch.h"
 
 namespace cram::kernels {
@@ -83,9 +82,7 @@ const at::Tensor& WeightPanels::plain(const at::Tensor& weight) {
   return plain_.panels;
 }
 
-bool panels_fit(const at::Tensor& x, const at::Tensor& weight, std::int64_t k) {
-  return uses_fused(x) && uses_fused(weight) && k > 0 && k % 2 == 0;
-}
+bool panels_fit(const at::Tensor& weight, std::int64_t k) { return cpu::takes(weight) && k > 0 && k % 2 == 0; }
 
 at::Tensor multiply_panels(const at::Tensor& x, const at::Tensor& panels, std::int64_t columns) {
   const std::int64_t rows = x.size(0), k = x.size(1);

@@ -30,8 +30,9 @@ class WeightPanels {
   Packed transposed_, plain_;
 };
 
-/// True for operands that `multiply_panels` can take: contiguous bf16 on a CPU that has the instructions, K even.
-[[nodiscard]] bool panels_fit(const at::Tensor& x, const at::Tensor& weight, std::int64_t k);
+/// True for a weight that can be packed for products over K of its elements: contiguous bf16 of a CPU that has the
+/// instructions, K even.
+[[nodiscard]] bool panels_fit(const at::Tensor& weight, std::int64_t k);
 
 /// y [N,columns] = x [N,K] times the panels.
 [[nodiscard]] at::Tensor multiply_panels(const at::Tensor& x, const at::Tensor& panels, std::int64_t columns);

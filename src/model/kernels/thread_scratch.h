@@ -7,8 +7,8 @@
 
 namespace cram::kernels {
 
-/// A piece of memory for each thread of a parallel region, cache lines apart; from the tensors' allocator, so that it is
-/// there already after the first step.
+/// A piece of memory for each thread of a parallel region, cache lines apart; from the tensors' allocator, so that it
+/// is there already after the first step.
 class ThreadScratch {
  public:
   explicit ThreadScratch(std::int64_t bytes);

@@ -1,37 +1,38 @@
-// Chooses between the fused kernels and the compositions, and shares the fused ones' rows, heads and columns out to
-// threads.
+// The CPU backend: shares rows, heads and columns of the AVX512-BF16 kernels out to threads.
+#include "model/kernels/cpu.h"
+
 #include <ATen/Parallel.h>
 #include <torch/types.h>
 
-#include "model/kernels/avx512.h"
+#include <algorithm>
+
+#include "model/kernels/backend.h"
 #include "model/kernels/cpu_attention.h"
-#include "model/kernels/kernels.h"
-#include "model/kernels/panels.h"
 #include "model/kernels/thread_scratch.h"
 
 namespace cram::kernels {
+namespace cpu {
+
+bool takes(const at::Tensor& x) {
+  static const bool supported = avx512::is_supported();
+  return supported && x.is_cpu() && x.scalar_type() == at::kBFloat16 && x.is_contiguous();
+}
+
 namespace {
+
+bool takes_master(const at::Tensor& flat) { return flat.is_cpu() && flat.is_contiguous(); }
 
 // Rows whose weight gradients are summed together before the sums are: fixed, so that the bits do not depend on
 // threads.
 constexpr std::int64_t kNormChunk = 128;
-
-avx512::bf16* data(const at::Tensor& tensor) {
-  return reinterpret_cast<avx512::bf16*>(tensor.data_ptr<at::BFloat16>());
-}
-const avx512::bf16* const_data(const at::Tensor& tensor) {
-  return reinterpret_cast<const avx512::bf16*>(tensor.const_data_ptr<at::BFloat16>());
-}
 
 // Rows in pieces of about this many elements.
 std::int64_t rows_at_a_time(std::int64_t width) {
   return std::max<std::int64_t>(1, 32768 / std::max<std::int64_t>(1, width));
 }
 
-bool is_float(const at::Tensor& tensor) { return tensor.scalar_type() == at::kFloat && tensor.is_contiguous(); }
-
-NormOutput fused_layer_norm(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight,
-                            const at::Tensor& bias, double eps) {
+NormOutput norm_rows(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight, const at::Tensor& bias,
+                     double eps) {
   const std::int64_t rows = x.size(0), width = x.size(1);
   const at::TensorOptions wide = x.options().dtype(at::kFloat);
   NormOutput out{at::empty_like(x), at::empty({rows, 1}, wide), at::empty({rows, 1}, wide)};
@@ -45,31 +46,21 @@ NormOutput fused_layer_norm(const at::Tensor& x, const at::Tensor& branch, const
   return out;
 }
 
-}  // namespace
-
-bool uses_fused(const at::Tensor& x) {
-  static const bool supported = avx512::is_supported();
-  return supported && x.is_cpu() && x.scalar_type() == at::kBFloat16 && x.is_contiguous();
-}
-
 NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
-  if (!uses_fused(x) || !is_float(weight)) return composed::layer_norm(x, weight, bias, eps);
-  return fused_layer_norm(x, at::Tensor(), weight, bias, eps);
+  if (!is_float(weight)) return composed::layer_norm(x, weight, bias, eps);
+  return norm_rows(x, at::Tensor(), weight, bias, eps);
 }
 
 NormOutput add_layer_norm_(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight,
                            const at::Tensor& bias, double eps) {
-  if (!uses_fused(x) || !uses_fused(branch) || !is_float(weight)) {
-    x.add_(branch);
-    return composed::layer_norm(x, weight, bias, eps);
-  }
-  return fused_layer_norm(x, branch, weight, bias, eps);
+  if (!takes(branch) || !is_float(weight)) return composed::add_layer_norm_(x, branch, weight, bias, eps);
+  return norm_rows(x, branch, weight, bias, eps);
 }
 
 at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
                                const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& weight_grad,
                                const at::Tensor& bias_grad, const at::Tensor& residual) {
-  if (!uses_fused(dy) || !uses_fused(x) || !is_float(weight)) {
+  if (!takes(dy) || (residual.defined() && !takes(residual)) || !is_float(weight)) {
     return composed::layer_norm_backward(dy, x, saved, weight, bias, weight_grad, bias_grad, residual);
   }
   const std::int64_t rows = x.size(0), width = x.size(1);
@@ -97,7 +88,6 @@ at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const 
 }
 
 at::Tensor geglu(const at::Tensor& u) {
-  if (!uses_fused(u)) return composed::geglu(u);
   const std::int64_t rows = u.size(0), half = u.size(1) / 2;
   const at::Tensor out = at::empty({rows, half}, u.options());
   at::parallel_for(0, rows, rows_at_a_time(half), [&](std::int64_t begin, std::int64_t end) {
@@ -107,7 +97,7 @@ at::Tensor geglu(const at::Tensor& u) {
 }
 
 at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
-  if (!uses_fused(u) || !uses_fused(d_out)) return composed::geglu_backward(d_out, u);
+  if (!takes(d_out)) return composed::geglu_backward(d_out, u);
   const std::int64_t rows = u.size(0), half = u.size(1) / 2;
   const at::Tensor du = at::empty_like(u);
   at::parallel_for(0, rows, rows_at_a_time(half), [&](std::int64_t begin, std::int64_t end) {
@@ -121,7 +111,7 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
                      AttentionSaved* saved) {
   const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
   const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
-  if (!uses_fused(qkv) || !shape.fits()) return composed::attention(qkv, batch, heads, keep_probabilities, saved);
+  if (!shape.fits()) return composed::attention(qkv, batch, heads, keep_probabilities, saved);
   const at::Tensor context = at::empty({batch * seq, heads * head_dim}, qkv.options());
   const at::Tensor log_sum = at::empty({batch * heads, seq}, qkv.options().dtype(at::kFloat));
   const ThreadScratch scratch(shape.scratch_bytes());
@@ -143,7 +133,6 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
 
 at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                               const AttentionSaved& saved) {
-  if (!saved.qkv.defined()) return composed::attention_backward(d_context, batch, heads, saved);
   const at::Tensor& qkv = saved.qkv;
   const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
   const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
@@ -164,7 +153,6 @@ at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, s
 }
 
 CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient) {
-  if (!uses_fused(logits)) return composed::cross_entropy_(logits, labels, write_gradient);
   const std::int64_t rows = logits.size(0), width = logits.size(1);
   const auto* label = labels.const_data_ptr<std::int64_t>();
   const at::Tensor losses = at::empty({rows}, at::kDouble), correct = at::zeros({rows}, at::kLong);
@@ -180,43 +168,9 @@ CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, 
   return {losses.sum(), correct.sum()};
 }
 
-at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight, WeightPanels& panels) {
-  if (!panels_fit(x, weight, weight.size(1))) return at::mm(x, weight.t());
-  return multiply_panels(x, panels.transposed(weight), weight.size(0));
-}
-
-at::Tensor product(const at::Tensor& dy, const at::Tensor& weight, WeightPanels& panels) {
-  if (!panels_fit(dy, weight, weight.size(0))) return at::mm(dy, weight);
-  return multiply_panels(dy, panels.plain(weight), weight.size(1));
-}
-
-void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x) {
-  const std::int64_t tokens = dy.size(0), out = dy.size(1), in = x.size(1);
-  const bool fused = uses_fused(dy) && uses_fused(x) && is_float(sum) && tokens % 2 == 0;
-  if (fused && has_amx()) {
-    add_transposed_product_by_tiles(sum, dy, x);
-    return;
-  }
-  if (!fused || !avx512::transposed_product_fits(tokens, out, in)) {
-    if (sum.scalar_type() == x.scalar_type()) {
-      at::Tensor target = sum;
-      at::addmm_out(target, sum, dy.t(), x);
-    } else {
-      add_to_(sum, at::mm(dy.t(), x));  // a rounded product, a wide sum
-    }
-    return;
-  }
-  constexpr std::int64_t kRows = 48;  // of the gradient; what the kernel packs at a time
-  const ThreadScratch scratch(avx512::transposed_product_scratch_bytes(in));
-  at::parallel_for(0, (out + kRows - 1) / kRows, 1, [&](std::int64_t first, std::int64_t last) {
-    avx512::add_transposed_product(const_data(dy), const_data(x), sum.data_ptr<float>(), tokens, out, in, first * kRows,
-                                   std::min(last * kRows, out), scratch.mine());
-  });
-}
-
 void add_to_(const at::Tensor& sum, const at::Tensor& x) {
-  if (!uses_fused(x) || !is_float(sum)) {
-    sum.add_(x);
+  if (!is_float(sum)) {
+    composed::add_to_(sum, x);
     return;
   }
   at::parallel_for(0, x.numel(), 1 << 15, [&](std::int64_t begin, std::int64_t end) {
@@ -225,23 +179,43 @@ void add_to_(const at::Tensor& sum, const at::Tensor& x) {
 }
 
 void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& d_rows, std::int64_t skip_id) {
-  if (uses_fused(d_rows) && is_float(grad) && ids.is_contiguous()) {
-    // Every thread has some columns of all rows, so rows are added in their order whatever the number of threads.
-    const std::int64_t rows = d_rows.size(0), width = d_rows.size(1);
-    const auto* id = ids.const_data_ptr<std::int64_t>();
-    auto* sums = grad.data_ptr<float>();
-    at::parallel_for(0, (width + 63) / 64, 1, [&](std::int64_t first, std::int64_t last) {
-      const std::int64_t begin = first * 64, end = std::min(last * 64, width);
-      for (std::int64_t r = 0; r < rows; ++r) {
-        if (id[r] == skip_id || id[r] < 0) continue;
-        avx512::add_to(sums + id[r] * width + begin, const_data(d_rows) + r * width + begin, end - begin);
-      }
-    });
+  if (!is_float(grad) || !ids.is_contiguous()) {
+    composed::scatter_add_rows(grad, ids, d_rows, skip_id);
     return;
   }
-  // Rows of the skipped id are zeroed rather than removed: no data-dependent shape, so no host synchronisation.
-  const at::Tensor kept = d_rows.to(grad.scalar_type()) * ids.ne(skip_id).unsqueeze(1);
-  grad.index_add_(0, ids.clamp_min(0), kept);
+  // Every thread has some columns of all rows, so rows are added in their order whatever the number of threads.
+  const std::int64_t rows = d_rows.size(0), width = d_rows.size(1);
+  const auto* id = ids.const_data_ptr<std::int64_t>();
+  auto* sums = grad.data_ptr<float>();
+  at::parallel_for(0, (width + 63) / 64, 1, [&](std::int64_t first, std::int64_t last) {
+    const std::int64_t begin = first * 64, end = std::min(last * 64, width);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      if (id[r] == skip_id || id[r] < 0) continue;
+      avx512::add_to(sums + id[r] * width + begin, const_data(d_rows) + r * width + begin, end - begin);
+    }
+  });
 }
+
+}  // namespace
+}  // namespace cpu
+
+constinit const Backend kCpuBackend{.name = "cpu",
+                                    .takes = cpu::takes,
+                                    .takes_master = cpu::takes_master,
+                                    .layer_norm = cpu::layer_norm,
+                                    .add_layer_norm_ = cpu::add_layer_norm_,
+                                    .layer_norm_backward = cpu::layer_norm_backward,
+                                    .attention = cpu::attention,
+                                    .attention_backward = cpu::attention_backward,
+                                    .product_transposed = cpu::product_transposed,
+                                    .product = cpu::product,
+                                    .add_transposed_product_ = cpu::add_transposed_product_,
+                                    .add_to_ = cpu::add_to_,
+                                    .geglu = cpu::geglu,
+                                    .geglu_backward = cpu::geglu_backward,
+                                    .scatter_add_rows = cpu::scatter_add_rows,
+                                    .cross_entropy_ = cpu::cross_entropy_,
+                                    .adamw_ = cpu::adamw_,
+                                    .sum_of_squares = cpu::sum_of_squares};
 
 }  // namespace cram::kernels

@@ -2,9 +2,10 @@
 // writes the working copy and clears the gradient. No tensor library here, so it compiles with its own flags.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
-namespace cram {
+namespace cram::kernels {
 
 struct AdamWStep {
   double lr = 0;
@@ -15,6 +16,25 @@ struct AdamWStep {
   double grad_scale = 1;    ///< multiplies the accumulated gradient: clip factor / masked tokens
   std::int64_t step = 1;    ///< number of this update, from 1: bias correction
 };
+
+/// The step's factors as the loops use them, rounded once.
+template <class Real>
+struct AdamWCoefficients {
+  Real scale, beta1, one_minus_beta1, beta2, one_minus_beta2, keep, step_size, root_bias, eps;
+};
+
+template <class Real>
+[[nodiscard]] AdamWCoefficients<Real> coefficients_of(const AdamWStep& s) {
+  return {.scale = static_cast<Real>(s.grad_scale),
+          .beta1 = static_cast<Real>(s.beta1),
+          .one_minus_beta1 = static_cast<Real>(1 - s.beta1),
+          .beta2 = static_cast<Real>(s.beta2),
+          .one_minus_beta2 = static_cast<Real>(1 - s.beta2),
+          .keep = static_cast<Real>(1 - s.lr * s.weight_decay),
+          .step_size = static_cast<Real>(s.lr / (1 - std::pow(s.beta1, static_cast<double>(s.step)))),
+          .root_bias = static_cast<Real>(std::sqrt(1 - std::pow(s.beta2, static_cast<double>(s.step)))),
+          .eps = static_cast<Real>(s.eps)};
+}
 
 /// Elements of one independent piece of work; also the unit of the norm's fixed summation order.
 inline constexpr std::int64_t kOptimizerChunk = 1 << 16;
@@ -30,4 +50,4 @@ void adamw_chunk(const AdamWStep& step, double* master, double* grad, double* ex
 [[nodiscard]] double sum_of_squares(const float* values, std::int64_t count);
 [[nodiscard]] double sum_of_squares(const double* values, std::int64_t count);
 
-}  // namespace cram
+}  // namespace cram::kernels

@@ -1,4 +1,4 @@
-#include "train/adamw.h"
+#include "model/kernels/adamw.h"
 
 #include <bit>
 #include <cmath>
@@ -12,7 +12,7 @@
 #define CRAM_CLONES
 #endif
 
-namespace cram {
+namespace cram::kernels {
 namespace {
 
 #if defined(__x86_64__)
@@ -32,24 +32,9 @@ struct FlushDenormals {};
 #endif
 
 template <class Real>
-struct Coefficients {
-  Real scale, beta1, one_minus_beta1, beta2, one_minus_beta2, keep, step_size, root_bias, eps;
-
-  explicit Coefficients(const AdamWStep& s)
-      : scale(static_cast<Real>(s.grad_scale)),
-        beta1(static_cast<Real>(s.beta1)),
-        one_minus_beta1(static_cast<Real>(1 - s.beta1)),
-        beta2(static_cast<Real>(s.beta2)),
-        one_minus_beta2(static_cast<Real>(1 - s.beta2)),
-        keep(static_cast<Real>(1 - s.lr * s.weight_decay)),
-        step_size(static_cast<Real>(s.lr / (1 - std::pow(s.beta1, static_cast<double>(s.step))))),
-        root_bias(static_cast<Real>(std::sqrt(1 - std::pow(s.beta2, static_cast<double>(s.step))))),
-        eps(static_cast<Real>(s.eps)) {}
-};
-
-template <class Real>
-[[gnu::always_inline]] inline void update(const Coefficients<Real>& c, Real* __restrict master, Real* __restrict grad,
-                                          Real* __restrict exp_avg, Real* __restrict exp_avg_sq, std::int64_t count) {
+[[gnu::always_inline]] inline void update(const AdamWCoefficients<Real>& c, Real* __restrict master,
+                                          Real* __restrict grad, Real* __restrict exp_avg, Real* __restrict exp_avg_sq,
+                                          std::int64_t count) {
   for (std::int64_t i = 0; i < count; ++i) {
     const Real g = grad[i] * c.scale;
     const Real m = c.beta1 * exp_avg[i] + c.one_minus_beta1 * g;
@@ -61,12 +46,12 @@ template <class Real>
   }
 }
 
-CRAM_CLONES void update_f32(const Coefficients<float>& c, float* master, float* grad, float* exp_avg, float* exp_avg_sq,
-                            std::int64_t count) {
+CRAM_CLONES void update_f32(const AdamWCoefficients<float>& c, float* master, float* grad, float* exp_avg,
+                            float* exp_avg_sq, std::int64_t count) {
   update(c, master, grad, exp_avg, exp_avg_sq, count);
 }
 
-CRAM_CLONES void update_f64(const Coefficients<double>& c, double* master, double* grad, double* exp_avg,
+CRAM_CLONES void update_f64(const AdamWCoefficients<double>& c, double* master, double* grad, double* exp_avg,
                             double* exp_avg_sq, std::int64_t count) {
   update(c, master, grad, exp_avg, exp_avg_sq, count);
 }
@@ -107,17 +92,17 @@ CRAM_CLONES double squares_f64(const double* values, std::int64_t count) { retur
 void adamw_chunk(const AdamWStep& step, float* master, float* grad, float* exp_avg, float* exp_avg_sq,
                  std::uint16_t* working, std::int64_t count) {
   [[maybe_unused]] const FlushDenormals guard;
-  update_f32(Coefficients<float>(step), master, grad, exp_avg, exp_avg_sq, count);
+  update_f32(coefficients_of<float>(step), master, grad, exp_avg, exp_avg_sq, count);
   if (working != nullptr) round_to_bf16(master, working, count);
 }
 
 void adamw_chunk(const AdamWStep& step, double* master, double* grad, double* exp_avg, double* exp_avg_sq,
                  std::uint16_t* /*working: fp64 runs have one copy*/, std::int64_t count) {
   [[maybe_unused]] const FlushDenormals guard;
-  update_f64(Coefficients<double>(step), master, grad, exp_avg, exp_avg_sq, count);
+  update_f64(coefficients_of<double>(step), master, grad, exp_avg, exp_avg_sq, count);
 }
 
 double sum_of_squares(const float* values, std::int64_t count) { return squares_f32(values, count); }
 double sum_of_squares(const double* values, std::int64_t count) { return squares_f64(values, count); }
 
-}  // namespace cram
+}  // namespace cram::kernels

@@ -1,0 +1,94 @@
+// The one place that chooses a backend: the first of the table that takes the tensor.
+#include "model/kernels/kernels.h"
+
+#include "model/kernels/backend.h"
+
+namespace cram::kernels {
+namespace {
+
+const Backend* const kTable[] = {
+#ifdef CRAM_CUDA
+    &kCudaBackend,
+#endif
+    &kCpuBackend,
+    &kComposedBackend,
+};
+
+const Backend& of(const at::Tensor& activation) {
+  for (const Backend* backend : kTable) {
+    if (backend->takes(activation)) return *backend;
+  }
+  return kComposedBackend;
+}
+
+const Backend& of_master(const at::Tensor& flat) {
+  for (const Backend* backend : kTable) {
+    if (backend->takes_master(flat)) return *backend;
+  }
+  return kComposedBackend;
+}
+
+}  // namespace
+
+const char* backend_name(const at::Tensor& x) { return of(x).name; }
+
+NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
+  return of(x).layer_norm(x, weight, bias, eps);
+}
+
+NormOutput add_layer_norm_(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight,
+                           const at::Tensor& bias, double eps) {
+  return of(x).add_layer_norm_(x, branch, weight, bias, eps);
+}
+
+at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
+                               const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& weight_grad,
+                               const at::Tensor& bias_grad, const at::Tensor& residual) {
+  return of(x).layer_norm_backward(dy, x, saved, weight, bias, weight_grad, bias_grad, residual);
+}
+
+at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
+                     AttentionSaved* saved) {
+  return of(qkv).attention(qkv, batch, heads, keep_probabilities, saved);
+}
+
+at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+                              const AttentionSaved& saved) {
+  // What the forward pass kept says who made it.
+  const Backend& backend = saved.qkv.defined() ? of(saved.qkv) : kComposedBackend;
+  return backend.attention_backward(d_context, batch, heads, saved);
+}
+
+at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight, WeightPanels& panels) {
+  return of(x).product_transposed(x, weight, panels);
+}
+
+at::Tensor product(const at::Tensor& dy, const at::Tensor& weight, WeightPanels& panels) {
+  return of(dy).product(dy, weight, panels);
+}
+
+void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x) {
+  of(dy).add_transposed_product_(sum, dy, x);
+}
+
+void add_to_(const at::Tensor& sum, const at::Tensor& x) { of(x).add_to_(sum, x); }
+
+at::Tensor geglu(const at::Tensor& u) { return of(u).geglu(u); }
+
+at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) { return of(u).geglu_backward(d_out, u); }
+
+void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::Tensor& d_rows, std::int64_t skip_id) {
+  of(d_rows).scatter_add_rows(grad, ids, d_rows, skip_id);
+}
+
+CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient) {
+  return of(logits).cross_entropy_(logits, labels, write_gradient);
+}
+
+void adamw_(const std::vector<AdamWPiece>& pieces) {
+  if (!pieces.empty()) of_master(pieces.front().master).adamw_(pieces);
+}
+
+at::Tensor sum_of_squares(const at::Tensor& flat) { return of_master(flat).sum_of_squares(flat); }
+
+}  // namespace cram::kernels
