@@ -80,6 +80,9 @@ Recipe make_recipe(cublasLtHandle_t handle, const Problem& p) {
   TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceCreate(&made));
   const Owned<cublasLtMatmulPreferenceOpaque_t> preference(made);
   set(made, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, p.workspace_bytes);
+  // Parts of a long sum are added in fp32, never in the format of the result.
+  set(made, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, p.align_a);
   set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, p.align_b);
   set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, p.align_d);
