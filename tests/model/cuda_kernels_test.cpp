@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "model/kernels/backend.h"
+#include "support/deterministic.h"
 #include "support/golden.h"
 
 namespace cram::test {
@@ -234,8 +235,7 @@ TEST(Cuda, Attention) {
   struct Size {
     std::int64_t batch, heads, seq, head_dim;
   };
-  const bool before = at::globalContext().deterministicAlgorithms();
-  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  const Deterministic deterministic;
   for (const Size& size : {Size{1, 1, 1, 8}, Size{1, 1, 16, 16}, Size{2, 3, 33, 64}, Size{4, 12, 128, 64},
                            Size{2, 1, 48, 80}, Size{1, 1, 512, 128}, Size{3, 2, 10, 20}}) {
     const std::string what = concat(size.seq, " tokens, heads of ", size.head_dim);
@@ -261,7 +261,6 @@ TEST(Cuda, Attention) {
         },
         what);
   }
-  at::globalContext().setDeterministicAlgorithms(before, /*warn_only=*/false);
 }
 
 TEST(Cuda, Products) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
+#include "support/deterministic.h"
 #include "support/golden.h"
 #include "train/micro_steps.h"
 #include "train/optimizer.h"
@@ -54,10 +55,8 @@ Trained train(const std::string& cuda_graph) {
 
 TEST(CudaGraph, GivesTheNumbersOfStepsWithoutIt) {
   if (!at::hasCUDA()) GTEST_SKIP() << "no GPU is visible to this process (or the build has no CUDA)";
-  const bool before = at::globalContext().deterministicAlgorithms();
-  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  const test::Deterministic deterministic;
   const Trained plain = train("off"), recorded = train("on");
-  at::globalContext().setDeterministicAlgorithms(before, /*warn_only=*/false);
   for (std::size_t i = 0; i < plain.losses.size(); ++i) {
     EXPECT_NEAR(recorded.losses[i] / plain.losses[i], 1, 1e-6) << "step " << i + 1;
     EXPECT_NEAR(recorded.norms[i] / plain.norms[i], 1, 1e-5) << "step " << i + 1;

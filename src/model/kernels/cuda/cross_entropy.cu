@@ -95,8 +95,8 @@ void cross_entropy(Element element, void* logits, const std::int64_t* labels, do
   if (rows == 0) return;
   for_element(element, width, aligned(logits), [&](auto t, auto vec) {
     using T = decltype(t);
-    cross_entropy_kernel<T, decltype(vec)::value><<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
-        static_cast<T*>(logits), labels, loss, correct, write_gradient, static_cast<int>(width));
+    start(cross_entropy_kernel<T, decltype(vec)::value>, static_cast<unsigned>(rows), kThreads, stream,
+          static_cast<T*>(logits), labels, loss, correct, write_gradient, static_cast<int>(width));
   });
 }
 

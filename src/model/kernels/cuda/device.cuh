@@ -1,4 +1,4 @@
-// What the CUDA kernels share: elements and runs of them, sums over warps and blocks in a fixed order.
+// What the CUDA kernels share: elements and runs of them, sums over warps and blocks in a fixed order, and the launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -87,6 +87,17 @@ __device__ inline Real block_sum(Real x, Real* shared) {
 }
 
 // ---- on the host
+
+/// Starts `kernel` with `args`. Tests compile these files for the host, where a block's threads take turns.
+template <class... Parameters, class... Arguments>
+void start(void (*kernel)(Parameters...), dim3 grid, dim3 block, Stream stream, const Arguments&... args) {
+#ifdef CRAM_EMULATED_CUDA
+  (void)stream;
+  emulate(grid, block, [&] { kernel(args...); });
+#else
+  kernel<<<grid, block, 0, stream>>>(args...);
+#endif
+}
 
 [[nodiscard]] inline std::int64_t divide_up(std::int64_t x, std::int64_t by) { return (x + by - 1) / by; }
 

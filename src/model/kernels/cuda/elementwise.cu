@@ -76,8 +76,8 @@ void geglu(Element element, const void* u, void* out, std::int64_t rows, std::in
   for_element(element, half, aligned(u) && aligned(out), [&](auto t, auto vec) {
     using T = decltype(t);
     constexpr int kVec = decltype(vec)::value;
-    geglu_kernel<T, kVec><<<static_cast<unsigned>(rows), threads_for(divide_up(half, kVec)), 0, stream>>>(
-        static_cast<const T*>(u), static_cast<T*>(out), static_cast<int>(half));
+    start(geglu_kernel<T, kVec>, static_cast<unsigned>(rows), threads_for(divide_up(half, kVec)), stream,
+          static_cast<const T*>(u), static_cast<T*>(out), static_cast<int>(half));
   });
 }
 
@@ -87,8 +87,8 @@ void geglu_backward(Element element, const void* d_out, const void* u, void* du,
   for_element(element, half, aligned(d_out) && aligned(u) && aligned(du), [&](auto t, auto vec) {
     using T = decltype(t);
     constexpr int kVec = decltype(vec)::value;
-    geglu_backward_kernel<T, kVec><<<static_cast<unsigned>(rows), threads_for(divide_up(half, kVec)), 0, stream>>>(
-        static_cast<const T*>(d_out), static_cast<const T*>(u), static_cast<T*>(du), static_cast<int>(half));
+    start(geglu_backward_kernel<T, kVec>, static_cast<unsigned>(rows), threads_for(divide_up(half, kVec)), stream,
+          static_cast<const T*>(d_out), static_cast<const T*>(u), static_cast<T*>(du), static_cast<int>(half));
   });
 }
 
@@ -99,8 +99,8 @@ void add_to(Element element, float* sum, const void* x, std::int64_t count, Stre
     using T = decltype(t);
     constexpr int kVec = decltype(vec)::value;
     const std::int64_t blocks = std::clamp<std::int64_t>(divide_up(count / kVec, kThreads), 1, 4096);
-    add_to_kernel<T, kVec>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(sum, static_cast<const T*>(x), count);
+    start(add_to_kernel<T, kVec>, static_cast<unsigned>(blocks), kThreads, stream, sum, static_cast<const T*>(x),
+          count);
   });
 }
 

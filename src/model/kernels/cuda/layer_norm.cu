@@ -167,10 +167,9 @@ void layer_norm(Element element, void* x, const void* branch, const float* weigh
   const bool wide = aligned(x) && aligned(branch) && aligned(weight) && aligned(bias) && aligned(y);
   for_element(element, width, wide, [&](auto t, auto vec) {
     using T = decltype(t);
-    layer_norm_kernel<T, decltype(vec)::value>
-        <<<static_cast<unsigned>(divide_up(rows, kRowsOfBlock)), kRowsOfBlock * kWarp, 0, stream>>>(
-            static_cast<T*>(x), static_cast<const T*>(branch), weight, bias, eps, static_cast<T*>(y), mean, rstd, rows,
-            static_cast<int>(width));
+    start(layer_norm_kernel<T, decltype(vec)::value>, static_cast<unsigned>(divide_up(rows, kRowsOfBlock)),
+          kRowsOfBlock * kWarp, stream, static_cast<T*>(x), static_cast<const T*>(branch), weight, bias, eps,
+          static_cast<T*>(y), mean, rstd, rows, static_cast<int>(width));
   });
 }
 
@@ -185,10 +184,9 @@ void layer_norm_backward(Element element, const void* dy, const void* x, const f
   const bool wide = aligned(dy) && aligned(x) && aligned(weight) && aligned(residual) && aligned(dx);
   for_element(element, width, wide, [&](auto t, auto vec) {
     using T = decltype(t);
-    layer_norm_dx_kernel<T, decltype(vec)::value>
-        <<<static_cast<unsigned>(divide_up(rows, kRowsOfBlock)), kRowsOfBlock * kWarp, 0, stream>>>(
-            static_cast<const T*>(dy), static_cast<const T*>(x), mean, rstd, weight, static_cast<const T*>(residual),
-            static_cast<T*>(dx), rows, static_cast<int>(width));
+    start(layer_norm_dx_kernel<T, decltype(vec)::value>, static_cast<unsigned>(divide_up(rows, kRowsOfBlock)),
+          kRowsOfBlock * kWarp, stream, static_cast<const T*>(dy), static_cast<const T*>(x), mean, rstd, weight,
+          static_cast<const T*>(residual), static_cast<T*>(dx), rows, static_cast<int>(width));
   });
   const std::int64_t chunks = divide_up(rows, kChunk);
   const dim3 block(kWarp, kRowsAtATime);
@@ -197,11 +195,11 @@ void layer_norm_backward(Element element, const void* dy, const void* x, const f
     // Two columns a lane of a wide row: whole lines of 128 bytes for bf16, and many blocks.
     constexpr int kColumns = decltype(vec)::value > 1 ? 2 : 1;
     const dim3 grid(static_cast<unsigned>(chunks), static_cast<unsigned>(divide_up(width, kWarp * kColumns)));
-    layer_norm_sums_kernel<T, kColumns><<<grid, block, 0, stream>>>(static_cast<const T*>(dy), static_cast<const T*>(x),
-                                                                    mean, rstd, partial, rows, static_cast<int>(width));
+    start(layer_norm_sums_kernel<T, kColumns>, grid, block, stream, static_cast<const T*>(dy), static_cast<const T*>(x),
+          mean, rstd, partial, rows, static_cast<int>(width));
   });
-  layer_norm_add_sums_kernel<<<static_cast<unsigned>(divide_up(width, kWarp)), block, 0, stream>>>(
-      partial, chunks, weight_grad, bias_grad, static_cast<int>(width));
+  start(layer_norm_add_sums_kernel, static_cast<unsigned>(divide_up(width, kWarp)), block, stream, partial, chunks,
+        weight_grad, bias_grad, static_cast<int>(width));
 }
 
 }  // namespace cram::kernels::cuda::launch

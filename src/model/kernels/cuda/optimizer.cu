@@ -91,7 +91,7 @@ void adamw(const std::vector<FlatPiece>& pieces, Stream stream) {
     if (largest == 0) continue;
     const dim3 grid(static_cast<unsigned>(std::clamp<std::int64_t>(divide_up(largest, 4 * kThreads), 1, 4096)),
                     static_cast<unsigned>(end - first));
-    adamw_kernel<<<grid, kThreads, 0, stream>>>(some);
+    start(adamw_kernel, grid, kThreads, stream, some);
   }
 }
 
@@ -99,8 +99,8 @@ std::int64_t squares_partial_size(std::int64_t count) { return divide_up(count, 
 
 void sum_of_squares(const float* values, std::int64_t count, double* partial, double* sum, Stream stream) {
   const std::int64_t chunks = squares_partial_size(count);
-  if (chunks > 0) squares_kernel<<<static_cast<unsigned>(chunks), kThreads, 0, stream>>>(values, count, partial);
-  add_up_kernel<<<1, kThreads, 0, stream>>>(partial, chunks, sum);
+  if (chunks > 0) start(squares_kernel, static_cast<unsigned>(chunks), kThreads, stream, values, count, partial);
+  start(add_up_kernel, 1, kThreads, stream, partial, chunks, sum);
 }
 
 }  // namespace cram::kernels::cuda::launch

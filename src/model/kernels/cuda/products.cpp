@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/Exceptions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cublasLt.h>
 #include <torch/types.h>
@@ -12,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "model/kernels/backend.h"
 #include "model/kernels/cuda/backend.h"
@@ -80,6 +82,9 @@ Recipe make_recipe(cublasLtHandle_t handle, const Problem& p) {
   TORCH_CUDABLAS_CHECK(cublasLtMatmulPreferenceCreate(&made));
   const Owned<cublasLtMatmulPreferenceOpaque_t> preference(made);
   set(made, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, p.workspace_bytes);
+  // Parts of a long sum are added in fp32, never in the format of the result.
+  set(made, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
   set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, p.align_a);
   set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, p.align_b);
   set(made, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, p.align_d);
@@ -104,6 +109,22 @@ const Recipe& recipe_for(cublasLtHandle_t handle, const Problem& p) {
   return recipes.emplace(p, make_recipe(handle, p)).first->second;
 }
 
+// Scratch memory of products, taken from the caching allocator on a stream's first one and kept: products of a stream
+// run one after the other. As long as recipes, for the same reason.
+at::Tensor workspace_of(const at::Tensor& d, const c10::cuda::CUDAStream& stream) {
+  static std::mutex mutex;
+  static auto& workspaces = *new std::map<std::pair<int, cudaStream_t>, at::Tensor>();
+  const std::int64_t bytes = std::int64_t{at::cuda::getCurrentDeviceProperties()->major >= 9 ? 32 : 8} << 20;
+  const auto take = [&] { return at::empty({bytes}, d.options().dtype(at::kByte)); };
+  const std::pair<int, cudaStream_t> key{stream.device_index(), stream.stream()};
+  const std::lock_guard lock(mutex);
+  const auto found = workspaces.find(key);
+  if (found != workspaces.end()) return found->second;
+  // What is taken while a graph is captured is the graph's; this stream's first product comes before, in a warm-up.
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return take();
+  return workspaces.emplace(key, take()).first->second;
+}
+
 // Bytes that an address is a multiple of, at most 256.
 std::uint32_t alignment_of(const void* address) {
   const auto bits = reinterpret_cast<std::uintptr_t>(address) | 256U;
@@ -123,17 +144,17 @@ bool multiply(Problem p, const at::Tensor& a, const at::Tensor& b, const at::Ten
   p.align_b = alignment_of(b.const_data_ptr());
   p.align_d = alignment_of(d.const_data_ptr());
   p.device = d.device().index();
-  // ATen's: taken from the caching allocator on a stream's first product, and kept for that stream.
   const cublasLtHandle_t handle = at::cuda::getCurrentCUDABlasLtHandle();
-  void* workspace = at::cuda::getCUDABlasLtWorkspace();
-  p.workspace_bytes = at::cuda::getCUDABlasLtWorkspaceSize();
+  const c10::cuda::CUDAStream stream = at::cuda::getCurrentCUDAStream();
+  const at::Tensor workspace = workspace_of(d, stream);
+  p.workspace_bytes = workspace.nbytes();
   const Recipe& recipe = recipe_for(handle, p);
   if (!recipe.found) return false;
   const float alpha = 1, beta = p.accumulate ? 1 : 0;
   TORCH_CUDABLAS_CHECK(cublasLtMatmul(handle, recipe.operation.get(), &alpha, a.const_data_ptr(), recipe.a.get(),
                                       b.const_data_ptr(), recipe.b.get(), &beta, d.const_data_ptr(), recipe.d.get(),
-                                      d.data_ptr(), recipe.d.get(), &recipe.algorithm, workspace, p.workspace_bytes,
-                                      at::cuda::getCurrentCUDAStream()));
+                                      d.data_ptr(), recipe.d.get(), &recipe.algorithm, workspace.data_ptr(),
+                                      p.workspace_bytes, stream.stream()));
   return true;
 }
 

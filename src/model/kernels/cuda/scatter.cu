@@ -103,10 +103,10 @@ void scatter_add_rows(Element element, float* grad, const std::int32_t* ids, con
   for_element(element, width, aligned(grad) && aligned(d_rows) && aligned(partial), [&](auto t, auto vec) {
     using T = decltype(t);
     constexpr int kVec = decltype(vec)::value;
-    scatter_pieces_kernel<T, kVec><<<pieces, kThreads, 0, stream>>>(grad, ids, order, static_cast<const T*>(d_rows),
-                                                                    partial, skip_id, rows, static_cast<int>(width));
-    scatter_long_runs_kernel<kVec>
-        <<<pieces, kThreads, 0, stream>>>(grad, ids, partial, skip_id, rows, static_cast<int>(width));
+    start(scatter_pieces_kernel<T, kVec>, pieces, kThreads, stream, grad, ids, order, static_cast<const T*>(d_rows),
+          partial, skip_id, rows, static_cast<int>(width));
+    start(scatter_long_runs_kernel<kVec>, pieces, kThreads, stream, grad, ids, partial, skip_id, rows,
+          static_cast<int>(width));
   });
 }
 
