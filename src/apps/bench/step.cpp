@@ -20,7 +20,6 @@
 namespace cram {
 namespace {
 
-constexpr double kMeasure_s = 12;
 constexpr int kFewestSteps = 3;
 
 struct Product {
@@ -139,7 +138,7 @@ BenchResult bench_step(BenchContext& context) {
   std::vector<double> seconds;
   const double from_s = bench_now_s();
   std::int64_t number = 2;
-  while (seconds.size() < kFewestSteps || bench_now_s() - from_s < kMeasure_s) {
+  while (seconds.size() < kFewestSteps || bench_now_s() - from_s < context.measure_s) {
     const double step_from_s = bench_now_s();
     step(number++);
     seconds.push_back(bench_now_s() - step_from_s);
