@@ -1,10 +1,12 @@
 """The training step of our PyTorch twin, as fast as PyTorch makes it: the peer of `cram_bench step`.
 
 usage: torch_step.py --mode eager-fp32|eager-bf16|compiled-fp32|compiled-bf16 [--layers N ...] [--seconds 12]
+                     [--device cpu|cuda] [--attention twin|sdpa]
 
 Sparse prediction (decoder on the masked positions only), autocast for bf16 with fp32 weights, fused AdamW, gradient
-clipping, as the public trainer does it. Compiling and the first step are not measured. On a GPU, compiled modes use CUDA
-graphs. Prints one RESULT line.
+clipping, as the public trainer does it. Compiling and the first steps are not measured. On a GPU, compiled modes use CUDA
+graphs, and attention is PyTorch's fused one (sdpa) unless told otherwise. Prints one RESULT line; exit code 33: out of
+memory.
 """
 
 import argparse
@@ -30,6 +32,16 @@ def make_batch(config, rows, masked, device, generator):
     return ids.to(device), positions.to(device), labels.to(device)
 
 
+class FusedAttention(twin.SelfAttention):
+    """The twin's attention (same weight, same layout) through PyTorch's fused kernel."""
+
+    def forward(self, x, keep):
+        batch, length, hidden = x.shape
+        qkv = self.query_key_value(x).view(batch, length, self.heads, 3, hidden // self.heads)
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [B,A,S,d]
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, hidden)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", required=True)
@@ -38,6 +50,7 @@ def main():
         parser.add_argument("--" + name, type=int, default=default)
     parser.add_argument("--seconds", type=float, default=12)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--attention", choices=["twin", "sdpa"])
     args = parser.parse_args()
     kind, precision = args.mode.split("-")
     if args.threads:
@@ -46,9 +59,18 @@ def main():
                          seq_length=args.seq)
     generator = torch.Generator().manual_seed(0)
     device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch_step: --device cuda, but PyTorch sees no GPU: check the driver, or use --device cpu")
+    if (args.attention or ("sdpa" if device.type == "cuda" else "twin")) == "sdpa":
+        twin.SelfAttention = FusedAttention
     model = twin.CrammedBert(config, generator).to(device).train()
     batches = [make_batch(config, args.micro_batch, args.seq // 4, device, generator) for _ in range(4)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-12, weight_decay=0.01, fused=True)
+
+    # Gradients are added to tensors that are here already: else the first ones would be outputs of a CUDA graph, which the
+    # next replay overwrites.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
     def loss_of(ids, positions, labels):
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
@@ -61,6 +83,8 @@ def main():
 
     def step(number):
         for micro in range(args.accumulation):
+            if kind == "compiled" and device.type == "cuda":
+                torch.compiler.cudagraph_mark_step_begin()
             loss = loss_of(*batches[(number * args.accumulation + micro) % len(batches)]) / args.accumulation
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -71,10 +95,10 @@ def main():
         return loss
 
     from_s = time.perf_counter()
-    for warm_up in range(2):
+    for warm_up in range(3):  # the first runs, the second records the graph, the third replays it
         loss = step(warm_up)
     compile_s = time.perf_counter() - from_s
-    times, from_s, number = [], time.perf_counter(), 2
+    times, from_s, number = [], time.perf_counter(), 3
     while len(times) < 3 or time.perf_counter() - from_s < args.seconds:
         start = time.perf_counter()
         loss = step(number)
@@ -86,4 +110,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except torch.OutOfMemoryError as error:
+        print(f"torch_step: out of memory: {error}", file=sys.stderr)
+        sys.exit(33)

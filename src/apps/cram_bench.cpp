@@ -33,7 +33,10 @@ void print_result(const BenchResult& result, bool as_json) {
 
 int run(int argc, char** argv) {
   CommandLine command("cram_bench",
-                      {{"config", "TOML file with options", true}, {"json", "print figures as JSON only"}}, argc, argv);
+                      {{"config", "TOML file with options", true},
+                       {"json", "print figures as JSON only"},
+                       {"seconds", "how long step repeats its step (default 12)", true}},
+                      argc, argv);
   Config config;
   OptionTable options;
   add_train_options(options, config);
@@ -70,6 +73,9 @@ int run(int argc, char** argv) {
                         const std::unique_ptr<Communicator> world =
                             launch.world_size > 1 ? make_mpi_communicator() : make_self_communicator();
                         BenchContext context{config, options, launch, *world, paths};
+                        if (command.has("seconds")) {
+                          context.measure_s = parse_double(command.value("seconds"), "--seconds");
+                        }
                         const BenchResult result = chosen->run(context);
                         if (world->rank() == 0) print_result(result, command.has("json"));
                         return 0;

@@ -1,3 +1,4 @@
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -12,6 +13,13 @@
 
 namespace cram {
 namespace {
+
+// Ranks hand each other tensors, not streams: what this rank's current stream was given to do with a GPU's tensor is
+// over when this returns. So another rank may read it, or write over what was read, on a stream of its own.
+void finish_stream(const at::Tensor& tensor) {
+  if (tensor.device().is_cpu()) return;
+  c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device()).synchronize();
+}
 
 // What the ranks of one group share. Every wait ends when the thing waited for has become impossible.
 class Hub {
@@ -78,7 +86,10 @@ class Hub {
       queue.pop_front();
     }
     const bool fits = parcel->tensor.numel() == into.numel() && parcel->tensor.scalar_type() == into.scalar_type();
-    if (fits) into.view({-1}).copy_(parcel->tensor.view({-1}));
+    if (fits) {
+      into.view({-1}).copy_(parcel->tensor.view({-1}));
+      finish_stream(into);  // before the sender writes over it
+    }
     {
       const std::lock_guard lock(mutex_);
       parcel->taken = true;
@@ -155,6 +166,7 @@ class ThreadCommunicator final : public Communicator {
   Work start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
     share(tensor);
     const at::Tensor sum = reduced(op, [](const at::Tensor& full) { return full; });
+    finish_stream(sum);
     hub_->barrier();  // nobody reads the inputs any more
     tensor.copy_(sum);
     return Work();
@@ -168,6 +180,7 @@ class ThreadCommunicator final : public Communicator {
       // In place, this rank's part is there already and others are reading it.
       if (part.const_data_ptr() != theirs.const_data_ptr()) part.copy_(theirs.view({-1}));
     }
+    finish_stream(out);
     hub_->barrier();
     return Work();
   }
@@ -177,6 +190,7 @@ class ThreadCommunicator final : public Communicator {
     const at::Tensor part = reduced(op, [&](const at::Tensor& full) {
       return full.view({size(), -1}).select(0, rank());
     });
+    finish_stream(part);
     hub_->barrier();
     out.view({-1}).copy_(part);
     return Work();
@@ -185,6 +199,7 @@ class ThreadCommunicator final : public Communicator {
   void do_broadcast(const at::Tensor& tensor, int root) override {
     share(tensor);
     const at::Tensor value = hub_->slot(root).tensor.clone();
+    finish_stream(value);
     hub_->barrier();
     if (rank() != root) tensor.copy_(value);
   }
@@ -192,6 +207,7 @@ class ThreadCommunicator final : public Communicator {
   Work start_exchange(const std::vector<Message>& sends, const std::vector<Message>& receives) override {
     std::vector<ThreadExchange::Sent> sent;
     for (const Message& message : sends) {
+      finish_stream(message.tensor);
       sent.push_back({message.peer, hub_->post(rank(), message.peer, message.tag, message.tensor)});
     }
     return Work(std::make_unique<ThreadExchange>(hub_, rank(), std::move(sent), receives));
@@ -221,6 +237,7 @@ class ThreadCommunicator final : public Communicator {
 
  private:
   void share(const at::Tensor& tensor) {
+    finish_stream(tensor);
     hub_->slot(rank()).tensor = tensor;
     hub_->barrier();
   }

@@ -1,6 +1,7 @@
 // NCCL: what can be checked without a GPU, and the conformance suite on as many GPUs as there are.
 #ifdef CRAM_NCCL
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <nccl.h>
 #endif
 
@@ -103,6 +104,18 @@ TEST_F(Nccl, IsOrderedWithTheCurrentStream) {
     });
   });
   EXPECT_EQ(messages[0], "");
+}
+
+// Threads hand each other tensors of one GPU, whatever stream each of them works on.
+TEST_F(Nccl, OneGpuIsSharedByThreadsOnStreamsOfTheirOwn) {
+  for (const SuiteRow& row : kSuite) {
+    const std::vector<std::string> messages = run_ranks(4, [&](Communicator& c) {
+      suite_device = at::Device(at::kCUDA, 0);
+      const c10::cuda::CUDAStreamGuard own(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, /*device=*/0));
+      row.check(c);
+    });
+    for (std::size_t r = 0; r < messages.size(); ++r) EXPECT_EQ(messages[r], "") << row.name << ", rank " << r;
+  }
 }
 
 // Host buffers are pinned here.

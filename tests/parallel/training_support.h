@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -99,7 +100,22 @@ struct Rows {
   }
 };
 
+/// The model of docs: l=4, h=48, a=4, V=101, s=16.
+inline ModelConfig layout_model() { return model_of(4, 48, 4, 96, 101, 16); }
+
+/// Where runs take place unless their setup says otherwise: the CPU, or with CRAM_TEST_DEVICE=cuda the first GPU, which
+/// all ranks share.
+inline at::Device test_device() {
+  const char* name = std::getenv("CRAM_TEST_DEVICE");
+  if (name == nullptr || std::string(name) == "cpu") return at::kCPU;
+  CRAM_CHECK(std::string(name) == "cuda", ExitCode::kUsage, "CRAM_TEST_DEVICE=", name, ": expected cpu or cuda");
+  CRAM_CHECK(at::hasCUDA(), ExitCode::kUsage, "CRAM_TEST_DEVICE=cuda, but no GPU is visible: check the driver");
+  return {at::kCUDA, 0};
+}
+
 struct TrainingSetup {
+  ModelConfig model = layout_model();
+  at::Device device = test_device();
   Layout layout;
   std::int64_t virtual_stages = 1;
   bool zero = false;
@@ -145,9 +161,6 @@ struct TrainingResult {
   }
 };
 
-/// The model of docs: l=4, h=48, a=4, V=101, s=16.
-inline ModelConfig layout_model() { return model_of(4, 48, 4, 96, 101, 16); }
-
 namespace detail {
 
 using PieceOf = at::Tensor ParameterStore::OwnedRange::*;
@@ -173,7 +186,7 @@ inline void collect(const ParameterStore& store, PieceOf kind, std::map<std::str
 
 inline Config training_config(const TrainingSetup& setup) {
   Config config;
-  config.model = layout_model();
+  config.model = setup.model;
   config.model.recompute = setup.recompute;
   config.model.dropout = setup.dropout;
   config.run.seed = 5;
@@ -205,7 +218,7 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
   const Mesh mesh(world, setup.layout, device_world);
   ParameterStore store;
   Encoder encoder(config.model, store, make_placement(config, mesh));
-  store.allocate(setup.precision, at::kCPU, true, partition_of(setup, mesh));
+  store.allocate(setup.precision, setup.device, true, partition_of(setup, mesh));
   store.initialize(11);
   GradSync sync = make_grad_sync(store, mesh, setup.overlap);
   std::int64_t next = static_cast<std::int64_t>(mesh.place().dp_rank) * setup.micro_batch;

@@ -33,6 +33,7 @@ struct BenchContext {
   const Launch& launch;
   Communicator& world;
   std::vector<std::string> paths;  ///< bare arguments that are no settings
+  double measure_s = 12;           ///< how long `step` repeats its step
 };
 
 struct Bench {

@@ -22,7 +22,6 @@
 namespace cram {
 namespace {
 
-constexpr double kMeasure_s = 12;
 constexpr int kFewestSteps = 3;
 constexpr int kProfiledSteps = 3;
 
@@ -168,7 +167,7 @@ BenchResult bench_step(BenchContext& context) {
   if (profile) profile->clear();
   std::vector<double> seconds;
   const double from_s = bench_now_s();
-  while (seconds.size() < kFewestSteps || bench_now_s() - from_s < kMeasure_s) {
+  while (seconds.size() < kFewestSteps || bench_now_s() - from_s < context.measure_s) {
     const double step_from_s = bench_now_s();
     step(*micro_steps);
     seconds.push_back(bench_now_s() - step_from_s);
