@@ -80,18 +80,14 @@ at::Tensor Embedding::forward(const at::Tensor& ids, Saved* saved) {
     sum.mul_(own.unsqueeze(1));
     sum = tensor_.leave_(sum);  // exact: all but one of the terms are 0
   }
-  if (tensor_.sequence_parallel()) {
-    sum.add_((positions_of_rows(sum.size(0), seq) * store_.weight(scale_factor_)).to(table.scalar_type()));
-  } else {
-    const at::Tensor positions =
-        (position_table().narrow(0, 0, seq) * store_.weight(scale_factor_)).to(table.scalar_type());
-    sum.view({batch, seq, config_.hidden}).add_(positions);
-  }
-  if (saved == nullptr) return norm_.forward(sum, nullptr);
+  const at::Tensor positions =  // [S',H], for every row of the batch, or [N/t,H]
+      tensor_.sequence_parallel() ? positions_of_rows(sum.size(0), seq) : position_table().narrow(0, 0, seq);
+  const at::Tensor scaled = (positions * store_.weight(scale_factor_)).to(table.scalar_type());
+  if (saved == nullptr) return norm_.add_forward_(sum, scaled, nullptr);
   saved->rows =
       local.masked_fill(own.logical_not().logical_or_(ids.reshape({-1}).eq(static_cast<std::int64_t>(kPadId))), -1);
   saved->batch = batch;
-  return norm_.forward(sum, &saved->norm);
+  return norm_.add_forward_(sum, scaled, &saved->norm);
 }
 
 void Embedding::backward(const at::Tensor& dy, const Saved& saved) {

@@ -116,6 +116,13 @@ TEST(Cuda, LayerNorm) {
         expect_close(after_add.y, kernels::composed::layer_norm(wide(summed), wide(weight), wide(bias), 1e-12).y, 1.2,
                      "add_layer_norm_ " + what);
       }
+      if (rows % 3 == 0 && rows > 0) {  // a shorter branch is used again and again
+        const at::Tensor few = on_gpu(branch.slice(0, 0, rows / 3).contiguous()), repeated = gx.clone(),
+                         whole = gx.clone();
+        const auto short_add = kernels::add_layer_norm_(repeated, few, gw, gb, 1e-12);
+        const auto long_add = kernels::add_layer_norm_(whole, few.repeat({3, 1}), gw, gb, 1e-12);
+        EXPECT_TRUE(at::equal(repeated, whole) && at::equal(short_add.y, long_add.y)) << what;
+      }
       if (rows == 0 || width == 1) continue;
       for (const bool with_residual : {false, true}) {
         const at::Tensor beside = with_residual ? residual : at::Tensor();

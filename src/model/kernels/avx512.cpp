@@ -162,15 +162,16 @@ void geglu_backward(const bf16* d_out, const bf16* u, bf16* du, std::int64_t row
   }
 }
 
-void layer_norm(bf16* x, const bf16* branch, const float* weight, const float* bias, float eps, bf16* y, float* mean,
-                float* rstd, std::int64_t rows, std::int64_t width) {
+void layer_norm(bf16* x, const bf16* branch, std::int64_t branch_rows, std::int64_t first_row, const float* weight,
+                const float* bias, float eps, bf16* y, float* mean, float* rstd, std::int64_t rows,
+                std::int64_t width) {
   const float inverse = 1.0F / static_cast<float>(width);
   for (std::int64_t r = 0; r < rows; ++r) {
     bf16* row = x + r * width;
     bf16* y_row = y + r * width;
     __m512 sum = _mm512_setzero_ps();
     if (branch != nullptr) {
-      const bf16* more = branch + r * width;
+      const bf16* more = branch + (first_row + r) % branch_rows * width;
       for_lanes(width, [&](std::int64_t c, auto lanes) {
         store(row + c, lanes, _mm512_add_ps(load(row + c, lanes), load(more + c, lanes)));
       });

@@ -19,9 +19,10 @@ void geglu(const bf16* u, bf16* out, std::int64_t rows, std::int64_t half);
 /// du from d_out and u.
 void geglu_backward(const bf16* d_out, const bf16* u, bf16* du, std::int64_t rows, std::int64_t half);
 
-/// y = (x - mean) * rstd * weight + bias by rows. With `branch`, x is first x += branch (in place, rounded).
-void layer_norm(bf16* x, const bf16* branch, const float* weight, const float* bias, float eps, bf16* y, float* mean,
-                float* rstd, std::int64_t rows, std::int64_t width);
+/// y = (x - mean) * rstd * weight + bias by rows. With `branch`, x is first x += branch (in place, rounded): row r
+/// takes its row (first_row + r) % branch_rows.
+void layer_norm(bf16* x, const bf16* branch, std::int64_t branch_rows, std::int64_t first_row, const float* weight,
+                const float* bias, float eps, bf16* y, float* mean, float* rstd, std::int64_t rows, std::int64_t width);
 /// dx (+ residual, where given) and this chunk's sums of the weight and bias gradients, which are overwritten.
 void layer_norm_backward(const bf16* dy, const bf16* x, const float* mean, const float* rstd, const float* weight,
                          const bf16* residual, bf16* dx, float* weight_grad, float* bias_grad, std::int64_t rows,

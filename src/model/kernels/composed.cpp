@@ -36,7 +36,11 @@ at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const 
 
 NormOutput add_layer_norm_(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight,
                            const at::Tensor& bias, double eps) {
-  x.add_(branch);
+  if (branch.size(0) == x.size(0)) {
+    x.add_(branch);
+  } else {
+    x.view({-1, branch.size(0), x.size(1)}).add_(branch);
+  }
   return layer_norm(x, weight, bias, eps);
 }
 

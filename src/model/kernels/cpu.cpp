@@ -38,10 +38,10 @@ NormOutput norm_rows(const at::Tensor& x, const at::Tensor& branch, const at::Te
   NormOutput out{at::empty_like(x), at::empty({rows, 1}, wide), at::empty({rows, 1}, wide)};
   at::parallel_for(0, rows, rows_at_a_time(width), [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t at = begin * width;
-    avx512::layer_norm(data(x) + at, branch.defined() ? const_data(branch) + at : nullptr,
-                       weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), static_cast<float>(eps),
-                       data(out.y) + at, out.mean.data_ptr<float>() + begin, out.rstd.data_ptr<float>() + begin,
-                       end - begin, width);
+    avx512::layer_norm(data(x) + at, branch.defined() ? const_data(branch) : nullptr,
+                       branch.defined() ? branch.size(0) : 1, begin, weight.const_data_ptr<float>(),
+                       bias.const_data_ptr<float>(), static_cast<float>(eps), data(out.y) + at,
+                       out.mean.data_ptr<float>() + begin, out.rstd.data_ptr<float>() + begin, end - begin, width);
   });
   return out;
 }

@@ -26,7 +26,8 @@ struct NormOutput {
 /// LayerNorm over the last dimension; weight and bias [H] may be wider than x.
 [[nodiscard]] NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps);
 
-/// x += branch in place, then layer_norm of the sum.
+/// x += branch in place, then layer_norm of the sum. branch [N,H], or [R,H] where N is a multiple of R: its rows are
+/// then used over and over (positions of a batch).
 [[nodiscard]] NormOutput add_layer_norm_(const at::Tensor& x, const at::Tensor& branch, const at::Tensor& weight,
                                          const at::Tensor& bias, double eps);
 

@@ -54,9 +54,9 @@ NormOutput norm_rows(const at::Tensor& x, const at::Tensor& branch, const at::Te
   NormOutput out{at::empty_like(x), at::empty({rows, 1}, wide), at::empty({rows, 1}, wide)};
   const OnStream on(x);
   launch::layer_norm(element_of(x), x.data_ptr(), branch.defined() ? branch.const_data_ptr() : nullptr,
-                     weight.const_data_ptr<float>(), bias.const_data_ptr<float>(), static_cast<float>(eps),
-                     out.y.data_ptr(), out.mean.data_ptr<float>(), out.rstd.data_ptr<float>(), rows, width,
-                     on.stream());
+                     branch.defined() ? branch.size(0) : 1, weight.const_data_ptr<float>(),
+                     bias.const_data_ptr<float>(), static_cast<float>(eps), out.y.data_ptr(),
+                     out.mean.data_ptr<float>(), out.rstd.data_ptr<float>(), rows, width, on.stream());
   on.check();
   return out;
 }

@@ -19,8 +19,9 @@ enum class Element { kBf16, kFloat };
 
 /// y = (x - mean) * rstd * weight + bias by rows of `width`. With `branch` (else nullptr) x is first x += branch, in
 /// place and rounded. mean, rstd [rows].
-void layer_norm(Element element, void* x, const void* branch, const float* weight, const float* bias, float eps,
-                void* y, float* mean, float* rstd, std::int64_t rows, std::int64_t width, Stream stream);
+void layer_norm(Element element, void* x, const void* branch, std::int64_t branch_rows, const float* weight,
+                const float* bias, float eps, void* y, float* mean, float* rstd, std::int64_t rows, std::int64_t width,
+                Stream stream);
 
 /// Elements of `partial` that layer_norm_backward needs.
 [[nodiscard]] std::int64_t layer_norm_partial_size(std::int64_t rows, std::int64_t width);

@@ -9,8 +9,9 @@ constexpr int kChunk = 128;      // rows whose parameter gradients are summed to
 constexpr int kRowsAtATime = 8;  // of a chunk
 
 template <class T, int kVec>
-__global__ void layer_norm_kernel(T* x, const T* branch, const float* weight, const float* bias, float eps, T* y,
-                                  float* mean, float* rstd, std::int64_t rows, int width) {
+__global__ void layer_norm_kernel(T* x, const T* branch, std::int64_t branch_rows, const float* weight,
+                                  const float* bias, float eps, T* y, float* mean, float* rstd, std::int64_t rows,
+                                  int width) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * kRowsOfBlock + threadIdx.x / kWarp;
   if (row >= rows) return;
@@ -22,7 +23,7 @@ __global__ void layer_norm_kernel(T* x, const T* branch, const float* weight, co
     load(x_row + c, v);
     if (branch != nullptr) {
       float b[kVec];
-      load(branch + row * width + c, b);
+      load(branch + row % branch_rows * width + c, b);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) v[i] = rounded<T>(v[i] + b[i]);
       store(x_row + c, v);
@@ -161,15 +162,16 @@ __global__ void layer_norm_add_sums_kernel(const float* partial, std::int64_t ch
 
 }  // namespace
 
-void layer_norm(Element element, void* x, const void* branch, const float* weight, const float* bias, float eps,
-                void* y, float* mean, float* rstd, std::int64_t rows, std::int64_t width, Stream stream) {
+void layer_norm(Element element, void* x, const void* branch, std::int64_t branch_rows, const float* weight,
+                const float* bias, float eps, void* y, float* mean, float* rstd, std::int64_t rows, std::int64_t width,
+                Stream stream) {
   if (rows == 0) return;
   const bool wide = aligned(x) && aligned(branch) && aligned(weight) && aligned(bias) && aligned(y);
   for_element(element, width, wide, [&](auto t, auto vec) {
     using T = decltype(t);
     start(layer_norm_kernel<T, decltype(vec)::value>, static_cast<unsigned>(divide_up(rows, kRowsOfBlock)),
-          kRowsOfBlock * kWarp, stream, static_cast<T*>(x), static_cast<const T*>(branch), weight, bias, eps,
-          static_cast<T*>(y), mean, rstd, rows, static_cast<int>(width));
+          kRowsOfBlock * kWarp, stream, static_cast<T*>(x), static_cast<const T*>(branch), branch_rows, weight, bias,
+          eps, static_cast<T*>(y), mean, rstd, rows, static_cast<int>(width));
   });
 }
 
