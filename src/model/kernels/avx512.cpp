@@ -389,27 +389,32 @@ bool transposed_product_fits(std::int64_t tokens, std::int64_t out, std::int64_t
   return tokens % 2 == 0 && in % kLanes == 0 && out % 2 == 0;
 }
 
-std::int64_t transposed_product_scratch_bytes(std::int64_t in) {
-  return (kTokens / 2 * in + kTokens / 2 * kOutBlock) * 4 + 128;
+std::int64_t transposed_product_pieces(std::int64_t tokens, std::int64_t in) {
+  return (tokens + kTokens - 1) / kTokens * ((in + kPanel - 1) / kPanel);
 }
 
-void add_transposed_product(const bf16* dy, const bf16* x, float* grad, std::int64_t tokens, std::int64_t out,
-                            std::int64_t in, std::int64_t first, std::int64_t last, void* scratch) {
-  auto* x_pairs = static_cast<std::uint32_t*>(scratch);
-  std::uint32_t* dy_pairs = x_pairs + kTokens / 2 * in;
+void pack_piece(const bf16* x, std::int64_t tokens, std::int64_t in, std::int64_t piece, std::uint32_t* x_pairs) {
+  const std::int64_t panels = (in + kPanel - 1) / kPanel;
+  const std::int64_t t = piece / panels * kTokens, n = piece % panels * kPanel;
+  const std::int64_t rows = std::min(kTokens, tokens - t), columns = std::min(kPanel, in - n);
+  // Panels of 64 columns, each contiguous: [panel][pairs][64], a last one of what is left.
+  pack_row_pairs(x + t * in + n, in, rows, columns, columns, x_pairs + t / 2 * in + n * rows / 2);
+}
+
+std::int64_t transposed_product_scratch_bytes() { return kTokens / 2 * kOutBlock * 4 + 64; }
+
+void add_transposed_product(const bf16* dy, const std::uint32_t* x_pairs, float* grad, std::int64_t tokens,
+                            std::int64_t out, std::int64_t in, std::int64_t first, std::int64_t last, void* scratch) {
+  auto* dy_pairs = static_cast<std::uint32_t*>(scratch);
   for (std::int64_t t = 0; t < tokens; t += kTokens) {
     const std::int64_t rows = std::min(kTokens, tokens - t), pairs = rows / 2;
-    // Panels of 64 columns, each contiguous: [panel][pairs][64], a last one of what is left.
-    for (std::int64_t n = 0; n < in; n += kPanel) {
-      const std::int64_t columns = std::min(kPanel, in - n);
-      pack_row_pairs(x + t * in + n, in, rows, columns, columns, x_pairs + n * pairs);
-    }
+    const std::uint32_t* chunk = x_pairs + t / 2 * in;
     for (std::int64_t m = first; m < last; m += kOutBlock) {
       const std::int64_t m_rows = std::min(kOutBlock, last - m);
       pack_row_pairs(dy + t * out + m, out, rows, m_rows, kOutBlock, dy_pairs);
       for (std::int64_t n = 0; n < in; n += kPanel) {
         const std::int64_t columns = std::min(kPanel, in - n);
-        const std::uint32_t* panel = x_pairs + n * pairs;
+        const std::uint32_t* panel = chunk + n * pairs;
         float* tile = grad + m * in + n;
         if (columns == kPanel) {
           add_rows<4>(dy_pairs, m_rows, panel, columns, pairs, tile, in);

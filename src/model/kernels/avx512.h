@@ -52,13 +52,17 @@ void add_to(float* grad, const bf16* x, std::int64_t count);
 
 /// Sizes that `add_transposed_product` can do: an even number of tokens, `in` a multiple of 16, `out` of 2.
 [[nodiscard]] bool transposed_product_fits(std::int64_t tokens, std::int64_t out, std::int64_t in);
+/// x [tokens][in] is packed first, in `transposed_product_pieces` independent pieces, to `x_pairs` [tokens/2 * in]
+/// words.
+[[nodiscard]] std::int64_t transposed_product_pieces(std::int64_t tokens, std::int64_t in);
+void pack_piece(const bf16* x, std::int64_t tokens, std::int64_t in, std::int64_t piece, std::uint32_t* x_pairs);
 /// Bytes of scratch memory for one call.
-[[nodiscard]] std::int64_t transposed_product_scratch_bytes(std::int64_t in);
+[[nodiscard]] std::int64_t transposed_product_scratch_bytes();
 /// grad[m][n] += sum over t of dy[t][m] x[t][n] for m in [first, last), n in [0, in): the weight gradient of y = x W',
-/// summed in fp32 and added to the fp32 gradient without a rounded product between. dy is [tokens][out], x
-/// [tokens][in], grad [out][in]; first and last are even.
-void add_transposed_product(const bf16* dy, const bf16* x, float* grad, std::int64_t tokens, std::int64_t out,
-                            std::int64_t in, std::int64_t first, std::int64_t last, void* scratch);
+/// summed in fp32 and added to the fp32 gradient without a rounded product between. dy is [tokens][out], grad
+/// [out][in]; first and last are even.
+void add_transposed_product(const bf16* dy, const std::uint32_t* x_pairs, float* grad, std::int64_t tokens,
+                            std::int64_t out, std::int64_t in, std::int64_t first, std::int64_t last, void* scratch);
 
 /// Rows of attention scores [rows][columns], which are overwritten: p = softmax(scale * scores), rounded, and the
 /// log-sum-exp of each scaled row.

@@ -32,10 +32,16 @@ void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const 
     composed::add_transposed_product_(sum, dy, x);
     return;
   }
-  constexpr std::int64_t kRows = 48;  // of the gradient; what the kernel packs at a time
-  const ThreadScratch scratch(avx512::transposed_product_scratch_bytes(in));
+  constexpr std::int64_t kRows = 6;  // of the gradient: the rows of the kernel's tile, so that threads get equal parts
+  const at::Tensor packed = at::empty({tokens / 2, in}, x.options().dtype(at::kInt));
+  auto* x_pairs = reinterpret_cast<std::uint32_t*>(packed.data_ptr<std::int32_t>());
+  at::parallel_for(0, avx512::transposed_product_pieces(tokens, in), 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t piece = first; piece < last; ++piece)
+      avx512::pack_piece(const_data(x), tokens, in, piece, x_pairs);
+  });
+  const ThreadScratch scratch(avx512::transposed_product_scratch_bytes());
   at::parallel_for(0, (out + kRows - 1) / kRows, 1, [&](std::int64_t first, std::int64_t last) {
-    avx512::add_transposed_product(const_data(dy), const_data(x), sum.data_ptr<float>(), tokens, out, in, first * kRows,
+    avx512::add_transposed_product(const_data(dy), x_pairs, sum.data_ptr<float>(), tokens, out, in, first * kRows,
                                    std::min(last * kRows, out), scratch.mine());
   });
 }
