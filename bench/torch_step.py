@@ -81,31 +81,42 @@ def main():
     if kind == "compiled":
         loss_of = torch.compile(loss_of, mode="reduce-overhead" if device.type == "cuda" else "default")
 
-    def step(number):
-        for micro in range(args.accumulation):
-            if kind == "compiled" and device.type == "cuda":
-                torch.compiler.cudagraph_mark_step_begin()
-            loss = loss_of(*batches[(number * args.accumulation + micro) % len(batches)]) / args.accumulation
-            loss.backward()
+    def seconds(call):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def micro_step(number):
+        nonlocal loss
+        if kind == "compiled" and device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        loss = loss_of(*batches[number % len(batches)]) / args.accumulation
+        loss.backward()
+
+    def update():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # keeps the memory
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return loss
 
-    from_s = time.perf_counter()
-    for warm_up in range(3):  # the first runs, the second records the graph, the third replays it
-        loss = step(warm_up)
-    compile_s = time.perf_counter() - from_s
-    times, from_s, number = [], time.perf_counter(), 3
-    while len(times) < 3 or time.perf_counter() - from_s < args.seconds:
-        start = time.perf_counter()
-        loss = step(number)
-        times.append(time.perf_counter() - start)
+    def step(number):
+        micro = [seconds(lambda: micro_step(number * args.accumulation + i)) for i in range(args.accumulation)]
+        return micro, seconds(update)
+
+    loss = None
+    # The first compiles; on a GPU the second records the graph and the third replays it.
+    compile_s = seconds(lambda: [step(warm_up) for warm_up in range(3 if device.type == "cuda" else 2)])
+    steps, micros, updates, from_s, number = [], [], [], time.perf_counter(), 3
+    while len(steps) < 3 or time.perf_counter() - from_s < args.seconds:
+        micro, update_s = step(number)
+        steps.append(sum(micro) + update_s)
+        micros += micro
+        updates.append(update_s)
         number += 1
-    tokens = args.micro_batch * args.accumulation * args.seq
-    print(f"RESULT tokens_per_s={tokens / statistics.median(times):.6g} step_ms={1e3 * statistics.median(times):.6g} "
+    step_s = statistics.median(steps)
+    print(f"RESULT tokens_per_s={args.micro_batch * args.accumulation * args.seq / step_s:.6g} step_ms={1e3 * step_s:.6g} "
+          f"micro_ms={1e3 * statistics.median(micros):.6g} update_ms={1e3 * statistics.median(updates):.6g} "
           f"warm_up_s={compile_s:.3g} loss={loss.item() * args.accumulation:.6g}")
 
 
