@@ -17,22 +17,29 @@ SelfAttention::SelfAttention(const std::string& name, const ModelConfig& config,
       dense_(make_linear("dense", "row", {name + ".dense", config.hidden, config.hidden, kInitStddev}, store, tensor)) {
 }
 
-at::Tensor SelfAttention::forward(const at::Tensor& x, std::int64_t batch, Saved* saved) const {
+at::Tensor SelfAttention::forward(const at::Tensor& x, std::int64_t batch, const at::Tensor& picks,
+                                  Saved* saved) const {
   const at::Tensor qkv = query_key_value_->forward(x, saved ? &saved->query_key_value : nullptr);
   at::Tensor context;
   {
     const Timed timed(Section::kAttention);
     context = kernels::attention(qkv, batch, heads_, !recompute_, saved ? &saved->core : nullptr);
+    if (picks.defined()) context = at::index_select(context, 0, picks);
   }
-  if (saved != nullptr) saved->batch = batch;
+  if (saved != nullptr) {
+    saved->batch = batch;
+    saved->picks = picks;
+    saved->rows = qkv.size(0);
+  }
   return dense_->forward(context, saved ? &saved->dense : nullptr);
 }
 
 at::Tensor SelfAttention::backward(const at::Tensor& dy, const Saved& saved) const {
-  const at::Tensor d_context = dense_->backward(dy, saved.dense);
+  at::Tensor d_context = dense_->backward(dy, saved.dense);
   at::Tensor d_qkv;
   {
     const Timed timed(Section::kAttention);
+    if (saved.picks.defined()) d_context = put_rows(d_context, saved.picks, saved.rows);
     d_qkv = kernels::attention_backward(d_context, saved.batch, heads_, saved.core);
   }
   return query_key_value_->backward(d_qkv, saved.query_key_value);

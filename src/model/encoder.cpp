@@ -32,24 +32,32 @@ EncoderLayer::EncoderLayer(std::int64_t index, const ModelConfig& config, Parame
                            const TensorRegion& tensor)
     : index_(index),
       recompute_(config.recompute == "layer"),
+      is_sparse_(index + 1 == config.layers && last_layer_is_sparse(config, tensor.size())),
       tensor_(tensor),
       norm1_(concat("encoder.layers.", index, ".norm1"), config.hidden, store, tensor.sequence_parallel()),
       attention_(concat("encoder.layers.", index, ".attn"), config, store, tensor),
       norm2_(concat("encoder.layers.", index, ".norm2"), config.hidden, store, tensor.sequence_parallel()),
       ffn_(concat("encoder.layers.", index, ".ffn"), config, store, tensor) {}
 
-at::Tensor EncoderLayer::forward(const at::Tensor& x, const MicroBatch& batch, Saved* saved) const {
-  if (saved == nullptr || !recompute_) return compute(x, batch, saved);
-  saved->input = x;
-  return compute(x, batch, nullptr);
+bool last_layer_is_sparse(const ModelConfig& config, int tensor_ranks) {
+  return tensor_ranks == 1 && config.dropout == 0;
 }
 
-at::Tensor EncoderLayer::compute(const at::Tensor& x, const MicroBatch& batch, Saved* saved) const {
+at::Tensor EncoderLayer::forward(const at::Tensor& x, const MicroBatch& batch, Saved* saved) const {
+  const at::Tensor picks = saved != nullptr && is_sparse_ ? batch.positions : at::Tensor();
+  if (saved == nullptr || !recompute_) return compute(x, batch, picks, saved);
+  saved->input = x;
+  return compute(x, batch, picks, nullptr);
+}
+
+at::Tensor EncoderLayer::compute(const at::Tensor& x, const MicroBatch& batch, const at::Tensor& picks,
+                                 Saved* saved) const {
   const std::int64_t rows = batch.ids.size(0), first_row = tensor_.first_row(x.size(0));
-  const at::Tensor attended =
-      attention_.forward(norm1_.forward(x, saved ? &saved->norm1 : nullptr), rows, saved ? &saved->attention : nullptr);
+  const at::Tensor attended = attention_.forward(norm1_.forward(x, saved ? &saved->norm1 : nullptr), rows, picks,
+                                                 saved ? &saved->attention : nullptr);
   dropout_(attended, batch.dropout, index_, DropoutSite::kAttention, first_row);
-  const at::Tensor normed = norm2_.add_forward_(attended, x, saved ? &saved->norm2 : nullptr);
+  const at::Tensor beside = picks.defined() ? at::index_select(x, 0, picks) : x;
+  const at::Tensor normed = norm2_.add_forward_(attended, beside, saved ? &saved->norm2 : nullptr);
   const at::Tensor y = ffn_.forward(normed, saved ? &saved->ffn : nullptr);
   dropout_(y, batch.dropout, index_, DropoutSite::kFfn, first_row);
   const Timed timed(Section::kElementwise);
@@ -58,7 +66,7 @@ at::Tensor EncoderLayer::compute(const at::Tensor& x, const MicroBatch& batch, S
 
 at::Tensor EncoderLayer::backward(const at::Tensor& dy, const MicroBatch& batch, const Saved& kept) const {
   Saved again;
-  if (recompute_) (void)compute(kept.input, batch, &again);
+  if (recompute_) (void)compute(kept.input, batch, is_sparse_ ? batch.positions : at::Tensor(), &again);
   const Saved& saved = recompute_ ? again : kept;
   const std::int64_t first_row = tensor_.first_row(dy.size(0));
   // The residual's gradient passes both branches unchanged and collects theirs.
@@ -70,8 +78,9 @@ at::Tensor EncoderLayer::backward(const at::Tensor& dy, const MicroBatch& batch,
   };
   const at::Tensor d_attended =
       norm2_.backward(ffn_.backward(through(dy, DropoutSite::kFfn), saved.ffn), saved.norm2, dy);
-  return norm1_.backward(attention_.backward(through(d_attended, DropoutSite::kAttention), saved.attention),
-                         saved.norm1, d_attended);
+  const at::Tensor d_normed = attention_.backward(through(d_attended, DropoutSite::kAttention), saved.attention);
+  const at::Tensor beside = is_sparse_ ? put_rows(d_attended, batch.positions, d_normed.size(0)) : d_attended;
+  return norm1_.backward(d_normed, saved.norm1, beside);
 }
 
 Encoder::Encoder(const ModelConfig& config, ParameterStore& store, const Placement& placement)
@@ -140,7 +149,8 @@ at::Tensor Encoder::forward_block(int block, const MicroBatch& batch, const at::
   saved.layers.resize(part.layers.size());
   for (std::size_t i = 0; i < part.layers.size(); ++i) x = part.layers[i]->forward(x, batch, &saved.layers[i]);
   if (block + 1 < blocks()) return x;
-  saved.d_logits = head_->logits(x, batch.positions, &saved.head);  // [M,R]
+  const bool picked = !part.layers.empty() && part.layers.back()->is_sparse();
+  saved.d_logits = head_->logits(x, picked ? at::Tensor() : batch.positions, &saved.head);  // [M,R]
   const Timed timed(Section::kLoss);
   saved.loss_sum = vocabulary_cross_entropy_(saved.d_logits, batch.labels, /*write_gradient=*/true, vocabulary_,
                                              place_.tensor.group())

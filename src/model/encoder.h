@@ -29,6 +29,11 @@ struct MicroBatch {
   DropoutSource dropout;
 };
 
+/// True when training computes the last layer, after its attention, for the masked positions only: nothing else of its
+/// output is used, and no row needs another one there. With several tensor ranks, whose exchanges have fixed sizes, or
+/// with dropout, whose counters are rows, it is computed whole. The numbers are the same.
+[[nodiscard]] bool last_layer_is_sparse(const ModelConfig& config, int tensor_ranks);
+
 /// Pre-norm layer: x += dropout(attn(norm1(x))); x += dropout(ffn(norm2(x))).
 class EncoderLayer {
  public:
@@ -40,13 +45,18 @@ class EncoderLayer {
   };
 
   EncoderLayer(std::int64_t index, const ModelConfig& config, ParameterStore& store, const TensorRegion& tensor);
+  /// x [N or N/t,H] -> the same shape; where `is_sparse`, training (`saved` given) gives the masked rows [M,H].
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, const MicroBatch& batch, Saved* saved) const;
+  /// dy as forward gave -> dx [N or N/t,H].
   [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const MicroBatch& batch, const Saved& saved) const;
+  [[nodiscard]] bool is_sparse() const { return is_sparse_; }
 
  private:
-  [[nodiscard]] at::Tensor compute(const at::Tensor& x, const MicroBatch& batch, Saved* saved) const;
+  /// `picks` [M]: the rows that are wanted; undefined: all.
+  [[nodiscard]] at::Tensor compute(const at::Tensor& x, const MicroBatch& batch, const at::Tensor& picks,
+                                   Saved* saved) const;
   std::int64_t index_;
-  bool recompute_;
+  bool recompute_, is_sparse_;
   TensorRegion tensor_;
   LayerNorm norm1_;
   SelfAttention attention_;

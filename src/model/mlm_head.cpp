@@ -13,8 +13,8 @@ MlmHead::MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterSto
       final_norm_("encoder.final_norm", config.hidden, store, /*partial=*/false) {}
 
 at::Tensor MlmHead::logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const {
-  const at::Tensor whole = tensor_.gather_rows(hidden);             // [N,H]
-  const at::Tensor picked = at::index_select(whole, 0, positions);  // [M,H]
+  const at::Tensor whole = tensor_.gather_rows(hidden);                                           // [N,H]
+  const at::Tensor picked = positions.defined() ? at::index_select(whole, 0, positions) : whole;  // [M,H]
   if (saved == nullptr) return matmul(final_norm_.forward(picked, nullptr), store_.weight(tied_embedding_), panels_);
   saved->positions = positions;
   saved->rows = whole.size(0);
@@ -29,10 +29,8 @@ at::Tensor MlmHead::backward(const at::Tensor& d_logits, const Saved& saved) con
   accumulate_weight_grad(store_.grad(tied_embedding_), d_logits, saved.normed);
   sum.wait();
   const at::Tensor d_picked = final_norm_.backward(d_normed, saved.norm);
-  const at::Tensor d_hidden = at::zeros({saved.rows, d_picked.size(1)}, d_picked.options());
-  // Positions are distinct, so the sum order cannot matter.
-  d_hidden.index_copy_(0, saved.positions, d_picked);
-  return tensor_.own_rows(d_hidden);
+  if (!saved.positions.defined()) return d_picked;
+  return tensor_.own_rows(put_rows(d_picked, saved.positions, saved.rows));
 }
 
 }  // namespace cram

@@ -11,7 +11,7 @@ namespace cram {
 class MlmHead {
  public:
   struct Saved {
-    at::Tensor positions;  // [M] rows of the hidden states
+    at::Tensor positions;  // [M] rows of the hidden states; undefined: they are the hidden states
     std::int64_t rows = 0;
     LayerNorm::Saved norm;
     at::Tensor normed;  // [M,H]
@@ -21,9 +21,10 @@ class MlmHead {
   MlmHead(const ModelConfig& config, ParamId tied_embedding, ParameterStore& store, const TensorRegion& tensor);
 
   /// hidden [N,H] (with sequence parallelism this rank's rows, which are gathered), positions [M] -> logits [M,R] of
-  /// this rank's rows. LayerNorm works row by row, so the rows are picked before it.
+  /// this rank's rows. LayerNorm works row by row, so the rows are picked before it. Undefined positions: hidden [M,H]
+  /// are picked rows already.
   [[nodiscard]] at::Tensor logits(const at::Tensor& hidden, const at::Tensor& positions, Saved* saved) const;
-  /// d_logits [M,R] -> d_hidden [N,H] (its rows), zero outside the positions; adds the decoder's part to the tied
+  /// d_logits [M,R] -> d_hidden as it was given, zero outside the positions; adds the decoder's part to the tied
   /// gradient.
   [[nodiscard]] at::Tensor backward(const at::Tensor& d_logits, const Saved& saved) const;
   /// final_norm(hidden) [N,H] for all rows.

@@ -10,8 +10,9 @@ namespace cram {
 const std::vector<Bench>& benches() {
   static const std::vector<Bench> table = {
       {"step", "tokens/s of a training step, its parts, and its matrix products alone", bench_step},
-      {"gemm", "the step's matrix products through ATen, shape by shape", bench_gemm},
+      {"gemm", "the step's matrix products, shape by shape: ATen's and our own", bench_gemm},
       {"kernels", "fused kernels against their compositions: time, bytes, bandwidth", bench_kernels},
+      {"optimizer", "the optimizer step of the whole model against streaming its bytes once", bench_optimizer},
       {"loader", "rows/s of the data path (data.shards=FOLDER)", bench_loader},
       {"parallel", "a step's computing, hidden and exposed communication, and the efficiency of more data ranks",
        bench_parallel},

@@ -48,6 +48,7 @@ struct Bench {
 [[nodiscard]] BenchResult bench_step(BenchContext& context);
 [[nodiscard]] BenchResult bench_gemm(BenchContext& context);
 [[nodiscard]] BenchResult bench_kernels(BenchContext& context);
+[[nodiscard]] BenchResult bench_optimizer(BenchContext& context);
 [[nodiscard]] BenchResult bench_loader(BenchContext& context);
 [[nodiscard]] BenchResult bench_pipeline(BenchContext& context);
 [[nodiscard]] BenchResult bench_parallel(BenchContext& context);

@@ -31,14 +31,21 @@ struct Product {
   std::int64_t times;  // a micro-step
 };
 
-std::vector<Product> products_of(const Config& config) {
+std::vector<Product> products_of(const Config& config, int tensor_ranks) {
   const ModelConfig& m = config.model;
   const std::int64_t tokens = config.train.micro_batch_size * m.seq_length;
-  return {{"query_key_value", tokens, m.hidden, 3 * m.hidden, m.layers},
-          {"dense", tokens, m.hidden, m.hidden, m.layers},
-          {"dense_in", tokens, m.hidden, m.ffn, m.layers},
-          {"dense_out", tokens, m.ffn / 2, m.hidden, m.layers},
-          {"decoder", config.train.micro_batch_size * masked_in_row(config), m.hidden, m.vocab_size, 1}};
+  const std::int64_t masked = config.train.micro_batch_size * masked_in_row(config);
+  const std::int64_t sparse = last_layer_is_sparse(m, tensor_ranks) ? 1 : 0, whole = m.layers - sparse;
+  std::vector<Product> products = {{"query_key_value", tokens, m.hidden, 3 * m.hidden, m.layers},
+                                   {"dense", tokens, m.hidden, m.hidden, whole},
+                                   {"dense_in", tokens, m.hidden, m.ffn, whole},
+                                   {"dense_out", tokens, m.ffn / 2, m.hidden, whole},
+                                   {"last dense", masked, m.hidden, m.hidden, sparse},
+                                   {"last dense_in", masked, m.hidden, m.ffn, sparse},
+                                   {"last dense_out", masked, m.ffn / 2, m.hidden, sparse},
+                                   {"decoder", masked, m.hidden, m.vocab_size, 1}};
+  std::erase_if(products, [](const Product& p) { return p.times == 0; });
+  return products;
 }
 
 // Seconds of one product's three forms.
@@ -105,7 +112,7 @@ BenchResult bench_gemm(BenchContext& context) {
   say("GFLOP/s of forward, input gradient, weight gradient: rows x in x out | ATen | own");
   BenchResult result;
   double flops = 0, aten_s = 0, own_s = 0;
-  for (const Product& p : products_of(config)) {
+  for (const Product& p : products_of(config, 1)) {
     const ProductTimes t = time_product(p, options, /*with_own=*/true);
     const double one = 2.0 * static_cast<double>(p.rows) * static_cast<double>(p.in) * static_cast<double>(p.out);
     const auto rate = [&](double seconds) { return one / seconds / 1e9; };
@@ -214,7 +221,7 @@ BenchResult bench_step(BenchContext& context) {
   say_row("  %-12s %5.1f %%  %8.2f ms", "other", 100 * (1 - listed), 1e3 * (1 - listed) * parts_step_s);
   const at::TensorOptions options = at::TensorOptions().dtype(working_type(choice.precision)).device(choice.device);
   double gemm_s = 0;
-  for (const Product& p : products_of(config)) {
+  for (const Product& p : products_of(config, mesh.layout().tensor)) {
     gemm_s += time_product(p, options, /*with_own=*/false).aten.all_s() * static_cast<double>(p.times);
   }
   gemm_s *= static_cast<double>(micro_batches);
