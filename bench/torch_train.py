@@ -14,20 +14,16 @@ cram run), on masks drawn once from a fixed seed, by the twin's own code. Prints
 
 import argparse
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import h5py
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "reference"))
-import crammed_bert as twin  # noqa: E402
+from torch_peer import Peer, synchronise, twin
 
 JUDGE_SEED = 20230101
-CLIP = 0.5
 
 
 def read_rows(shards, split, at_most=None):
@@ -58,40 +54,9 @@ def triangle2(t):
     return max(0.0, min(0.25 + t, (1 - t) / 0.25))
 
 
-class Peer:
-    """The twin in one of PyTorch's modes, with fused AdamW."""
-
-    def __init__(self, config, mode, seed, device):
-        self.config = config
-        self.model = twin.CrammedBert(config, torch.Generator().manual_seed(seed)).to(device).train()
-        groups = [{"params": [p for n, p in self.model.named_parameters() if twin.decays(n) == decays],
-                   "weight_decay": 0.01 if decays else 0.0} for decays in (True, False)]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-12, fused=True)
-        self.device = device
-        kind, precision = mode.split("-")
-
-        def loss_of(ids, positions, labels):
-            with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-                hidden = self.model.encoder(ids).reshape(-1, config.hidden)[positions]
-                logits = F.linear(hidden, self.model.encoder.embedding.word_embedding.weight)
-            return F.cross_entropy(logits.float(), labels)
-
-        self.loss_of = torch.compile(loss_of) if kind == "compiled" else loss_of
-
-    def step(self, batch, lr):
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        loss = self.loss_of(*(t.to(self.device, non_blocking=True) for t in batch))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
-        return loss
-
-
-def synchronise(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def step(peer, batch, lr):
+    peer.micro_step(tuple(x.to(peer.device, non_blocking=True) for x in batch))
+    peer.update(lr)
 
 
 @torch.no_grad()
@@ -114,7 +79,7 @@ def seconds_a_step(config, mode, rows, device, batch):
     times = []
     for number in range(12):
         start = time.perf_counter()
-        peer.step(batches[number % 3], 1e-4)
+        step(peer, batches[number % 3], 1e-4)
         synchronise(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[4:])
@@ -129,36 +94,24 @@ def train(args, config, device):
     peer = Peer(config, mode, seed=args.seed, device=device)
     generator = torch.Generator().manual_seed(1000 + args.seed)
     # Compiled code is cached by the measurement above; what is left of it happens here, with a rate of 0 and no state.
-    peer.step(mask(rows[:args.batch], config.vocab_size, generator), 0.0)
-    peer = rewind(peer, config, args.seed)
-    used, step, next_row, next_eval, before = 0.0, 0, 0, args.eval_every, time.perf_counter()
+    step(peer, mask(rows[:args.batch], config.vocab_size, generator), 0.0)
+    peer.rewind(args.seed)
+    used, done, next_row, next_eval, before = 0.0, 0, 0, args.eval_every, time.perf_counter()
     while used < args.seconds:
         index = torch.arange(next_row, next_row + args.batch) % len(rows)
         next_row = (next_row + args.batch) % len(rows)
-        peer.step(mask(rows[index], config.vocab_size, generator), args.lr * triangle2(used / args.seconds))
+        step(peer, mask(rows[index], config.vocab_size, generator), args.lr * triangle2(used / args.seconds))
         synchronise(device)
-        step += 1
+        done += 1
         used += time.perf_counter() - before
         if used >= next_eval and used < args.seconds:
-            print(f"EVAL seconds={used:.1f} step={step} loss={held_out_loss(peer.model, held_out, device):.6f}", flush=True)
+            print(f"EVAL seconds={used:.1f} step={done} loss={held_out_loss(peer.model, held_out, device):.6f}", flush=True)
             next_eval += args.eval_every
         before = time.perf_counter()
     loss = held_out_loss(peer.model, held_out, device)
-    print(f"EVAL seconds={used:.1f} step={step} loss={loss:.6f}", flush=True)
+    print(f"EVAL seconds={used:.1f} step={done} loss={loss:.6f}", flush=True)
     torch.save({n: p.detach().cpu() for n, p in peer.model.named_parameters()}, args.save)
-    print(f"RESULT mode={mode} steps={step} tokens_per_s={step * args.batch * config.seq_length / used:.6g} loss={loss:.6f}")
-
-
-def rewind(peer, config, seed):
-    """Fresh weights and moments in the same tensors, so that compiled code stays valid."""
-    fresh = twin.CrammedBert(config, torch.Generator().manual_seed(seed))
-    with torch.no_grad():
-        for mine, other in zip(peer.model.parameters(), fresh.parameters()):
-            mine.copy_(other)
-        for state in peer.optimizer.state.values():
-            for value in state.values():
-                value.zero_()
-    return peer
+    print(f"RESULT mode={mode} steps={done} tokens_per_s={done * args.batch * config.seq_length / used:.6g} loss={loss:.6f}")
 
 
 def judge(args, config, device):

@@ -33,6 +33,6 @@ install(RUNTIME_DEPENDENCY_SET cram_gpu_check
     "^ld-linux" "^lib(c|m|pthread|dl|rt|util|resolv|anl|mvec|nss_.*)[.]so"
   LIBRARY DESTINATION lib COMPONENT gpu_check EXCLUDE_FROM_ALL)
 install(PROGRAMS bench/gpu_check.sh DESTINATION bench COMPONENT gpu_check EXCLUDE_FROM_ALL)
-install(FILES bench/torch_step.py DESTINATION bench COMPONENT gpu_check EXCLUDE_FROM_ALL)
+install(FILES bench/torch_peer.py bench/torch_step.py DESTINATION bench COMPONENT gpu_check EXCLUDE_FROM_ALL)
 install(FILES tests/reference/crammed_bert.py DESTINATION tests/reference COMPONENT gpu_check EXCLUDE_FROM_ALL)
 install(FILES configs/demo.toml DESTINATION configs COMPONENT gpu_check EXCLUDE_FROM_ALL)

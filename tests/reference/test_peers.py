@@ -12,6 +12,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "bench"))
 import crammed_bert as twin  # noqa: E402
+import torch_peer  # noqa: E402
 import torch_train  # noqa: E402
 
 TINY = twin.Config(layers=2, hidden=16, heads=2, ffn=24, vocab_size=50, seq_length=40)
@@ -55,25 +56,26 @@ def check_a_rewound_peer_trains_like_a_fresh_one():
 
     def train(peer):
         for batch in batches:
-            peer.step(batch, 1e-3)
+            torch_train.step(peer, batch, 1e-3)
         return [p.detach().clone() for p in peer.model.parameters()]
 
-    used = torch_train.Peer(TINY, "eager-fp32", 5, device)
+    used = torch_peer.Peer(TINY, "eager-fp32", 5, device)
     first = train(used)
-    again = train(torch_train.rewind(used, TINY, 5))
-    fresh = train(torch_train.Peer(TINY, "eager-fp32", 5, device))
+    used.rewind(5)
+    again = train(used)
+    fresh = train(torch_peer.Peer(TINY, "eager-fp32", 5, device))
     for a, b, c in zip(first, again, fresh):
         assert torch.equal(a, c) and torch.equal(b, c)
 
 
 def check_the_peer_steps_like_the_twin():
     """Fused AdamW with two groups and clipping against the twin's written-out optimizer."""
-    peer = torch_train.Peer(TINY, "eager-fp32", 3, torch.device("cpu"))
+    peer = torch_peer.Peer(TINY, "eager-fp32", 3, torch.device("cpu"))
     model = twin.CrammedBert(TINY, torch.Generator().manual_seed(3))
     optimizer = twin.AdamW(model.named_parameters())
     for step in range(4):
         ids, positions, labels = torch_train.mask(rows(4, step), TINY.vocab_size, torch.Generator().manual_seed(step))
-        peer.step((ids, positions, labels), 2e-3)
+        torch_train.step(peer, (ids, positions, labels), 2e-3)
         twin.train_step(model, optimizer, ids, positions, labels, 2e-3)
     for (name, mine), other in zip(peer.model.named_parameters(), model.parameters()):
         error = (mine - other).abs().max().item()
@@ -83,11 +85,11 @@ def check_the_peer_steps_like_the_twin():
 def check_the_judge_sees_better_weights():
     held_out = rows(64)
     held_out[:] = held_out[0]  # one sentence over and over: easy to learn
-    peer = torch_train.Peer(TINY, "eager-fp32", 0, torch.device("cpu"))
+    peer = torch_peer.Peer(TINY, "eager-fp32", 0, torch.device("cpu"))
     before = torch_train.held_out_loss(peer.model, held_out, torch.device("cpu"))
     assert before == torch_train.held_out_loss(peer.model, held_out, torch.device("cpu")), "always the same masks"
     for step in range(30):
-        peer.step(torch_train.mask(held_out[:16], TINY.vocab_size, torch.Generator().manual_seed(step)), 1e-2)
+        torch_train.step(peer, torch_train.mask(held_out[:16], TINY.vocab_size, torch.Generator().manual_seed(step)), 1e-2)
     assert torch_train.held_out_loss(peer.model, held_out, torch.device("cpu")) < before - 0.5
 
 
