@@ -23,23 +23,17 @@ at::Tensor SelfAttention::forward(const at::Tensor& x, std::int64_t batch, const
   at::Tensor context;
   {
     const Timed timed(Section::kAttention);
-    context = kernels::attention(qkv, batch, heads_, !recompute_, saved ? &saved->core : nullptr);
-    if (picks.defined()) context = at::index_select(context, 0, picks);
+    context = kernels::attention(qkv, batch, heads_, !recompute_, saved ? &saved->core : nullptr, picks);
   }
-  if (saved != nullptr) {
-    saved->batch = batch;
-    saved->picks = picks;
-    saved->rows = qkv.size(0);
-  }
+  if (saved != nullptr) saved->batch = batch;
   return dense_->forward(context, saved ? &saved->dense : nullptr);
 }
 
 at::Tensor SelfAttention::backward(const at::Tensor& dy, const Saved& saved) const {
-  at::Tensor d_context = dense_->backward(dy, saved.dense);
+  const at::Tensor d_context = dense_->backward(dy, saved.dense);
   at::Tensor d_qkv;
   {
     const Timed timed(Section::kAttention);
-    if (saved.picks.defined()) d_context = put_rows(d_context, saved.picks, saved.rows);
     d_qkv = kernels::attention_backward(d_context, saved.batch, heads_, saved.core);
   }
   return query_key_value_->backward(d_qkv, saved.query_key_value);

@@ -13,8 +13,6 @@ class SelfAttention {
     Linear::Saved query_key_value, dense;
     kernels::AttentionSaved core;
     std::int64_t batch = 0;
-    at::Tensor picks;  // [M], undefined = all rows
-    std::int64_t rows = 0;
   };
 
   /// `name`.self_attention.query_key_value.weight [3H,H], rows grouped per head (q, k, v), and `name`.dense.weight
@@ -22,7 +20,7 @@ class SelfAttention {
   SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store, const TensorRegion& tensor);
 
   /// x [B*S,H] -> [B*S,H] (rows shared out with sequence parallelism), or of the rows `picks` [M] alone, where defined:
-  /// all rows are attended to, those are projected. backward then takes [M,H] and returns [B*S,H]. With model.recompute
+  /// all rows are attended to, those attend. backward then takes [M,H] and returns [B*S,H]. With model.recompute
   /// = selective the S x S probabilities are not kept but made again in the backward pass, from the same inputs, so
   /// with the same bits (Korthikanti et al. 2022, section 5).
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, std::int64_t batch, const at::Tensor& picks,

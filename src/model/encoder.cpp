@@ -79,7 +79,7 @@ at::Tensor EncoderLayer::backward(const at::Tensor& dy, const MicroBatch& batch,
   const at::Tensor d_attended =
       norm2_.backward(ffn_.backward(through(dy, DropoutSite::kFfn), saved.ffn), saved.norm2, dy);
   const at::Tensor d_normed = attention_.backward(through(d_attended, DropoutSite::kAttention), saved.attention);
-  const at::Tensor beside = is_sparse_ ? put_rows(d_attended, batch.positions, d_normed.size(0)) : d_attended;
+  const at::Tensor beside = is_sparse_ ? kernels::put_rows(d_attended, batch.positions, d_normed.size(0)) : d_attended;
   return norm1_.backward(d_normed, saved.norm1, beside);
 }
 

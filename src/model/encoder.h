@@ -29,9 +29,9 @@ struct MicroBatch {
   DropoutSource dropout;
 };
 
-/// True when training computes the last layer, after its attention, for the masked positions only: nothing else of its
-/// output is used, and no row needs another one there. With several tensor ranks, whose exchanges have fixed sizes, or
-/// with dropout, whose counters are rows, it is computed whole. The numbers are the same.
+/// True when training computes the last layer, from its queries on, for the masked positions only: nothing else of its
+/// output is used, and only keys and values are needed of all rows. With several tensor ranks, whose exchanges have
+/// fixed sizes, or with dropout, whose counters are rows, it is computed whole. The numbers are the same.
 [[nodiscard]] bool last_layer_is_sparse(const ModelConfig& config, int tensor_ranks);
 
 /// Pre-norm layer: x += dropout(attn(norm1(x))); x += dropout(ffn(norm2(x))).

@@ -93,12 +93,6 @@ std::unique_ptr<Linear> make_linear(const std::string& structure, const std::str
        " is not supported; supported: ", supported);
 }
 
-at::Tensor put_rows(const at::Tensor& picked, const at::Tensor& positions, std::int64_t rows) {
-  const at::Tensor all = at::zeros({rows, picked.size(1)}, picked.options());
-  // Positions are distinct, so the order cannot matter.
-  return all.index_copy_(0, positions, picked);
-}
-
 at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight, kernels::WeightPanels& panels) {
   const Timed timed(Section::kGemm);
   return kernels::product_transposed(x, weight, panels);

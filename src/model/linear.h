@@ -53,9 +53,6 @@ class Linear {
                                                   const LinearSpec& spec, ParameterStore& store,
                                                   const TensorRegion& tensor);
 
-/// [rows,H] that is zero but for `picked` [M,H] at the distinct rows `positions` [M]: the transpose of picking rows.
-[[nodiscard]] at::Tensor put_rows(const at::Tensor& picked, const at::Tensor& positions, std::int64_t rows);
-
 /// y [N,out] = x W^T, and dx [N,in] = dy W, of a weight [out,in].
 [[nodiscard]] at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight, kernels::WeightPanels& panels);
 [[nodiscard]] at::Tensor matmul_backward(const at::Tensor& dy, const at::Tensor& weight, kernels::WeightPanels& panels);

@@ -30,7 +30,7 @@ at::Tensor MlmHead::backward(const at::Tensor& d_logits, const Saved& saved) con
   sum.wait();
   const at::Tensor d_picked = final_norm_.backward(d_normed, saved.norm);
   if (!saved.positions.defined()) return d_picked;
-  return tensor_.own_rows(put_rows(d_picked, saved.positions, saved.rows));
+  return tensor_.own_rows(kernels::put_rows(d_picked, saved.positions, saved.rows));
 }
 
 }  // namespace cram

@@ -189,6 +189,48 @@ TEST(Fused, Attention) {
   EXPECT_TRUE(kernels::attention(large, 1, 1, true, nullptr).isfinite().all().item<bool>());
 }
 
+// Some queries alone, in any order, some rows without any: the same as all of them with the others' gradients zero.
+TEST(Fused, AttentionOfPickedRows) {
+  CRAM_NEEDS_FUSED();
+  struct Size {
+    std::int64_t batch, heads, seq, head_dim;
+  };
+  for (const Size& size : {Size{1, 1, 2, 2}, Size{3, 2, 66, 18}, Size{2, 3, 128, 64}, Size{2, 1, 9, 8}}) {
+    const std::int64_t rows = size.batch * size.seq;
+    const at::Tensor qkv = random_bf16({rows, 3 * size.heads * size.head_dim}, 1);
+    const at::Tensor shuffled = at::randperm(rows, at::detail::createCPUGenerator(3), at::kLong);
+    for (const std::int64_t count : {std::int64_t{0}, std::int64_t{1}, rows / 3 + 1, rows}) {
+      // The last row of the batch has none unless all are picked.
+      at::Tensor picks = shuffled.masked_select(shuffled.lt(rows - size.seq));
+      picks = count == rows || picks.numel() == 0 ? shuffled.slice(0, 0, count) : picks.slice(0, 0, count);
+      const std::string what = concat(size.batch, "x", size.seq, ", ", picks.numel(), " picked");
+      const at::Tensor d_picked = random_bf16({picks.numel(), size.heads * size.head_dim}, 2);
+      kernels::AttentionSaved saved, whole;
+      const at::Tensor context = kernels::attention(qkv, size.batch, size.heads, true, &saved, picks);
+      const at::Tensor all = kernels::composed::attention(qkv.to(at::kDouble), size.batch, size.heads, true, &whole);
+      const at::Tensor expected = at::index_select(all, 0, picks);
+      ASSERT_EQ(context.sizes(), expected.sizes()) << what;
+      const at::Tensor d_qkv = kernels::attention_backward(d_picked, size.batch, size.heads, saved);
+      const at::Tensor expected_d = kernels::composed::attention_backward(
+          kernels::put_rows(d_picked.to(at::kDouble), picks, rows), size.batch, size.heads, whole);
+      ASSERT_EQ(d_qkv.sizes(), expected_d.sizes()) << what;
+      if (picks.numel() == 0) {
+        EXPECT_EQ(d_qkv.abs().max().item<float>(), 0) << what;
+        continue;
+      }
+      EXPECT_LE(norm_error(context, expected), 0.004) << what;
+      EXPECT_LE(norm_error(d_qkv, expected_d), 0.008) << what;
+      expect_same_bits_for_threads(
+          [&] {
+            kernels::AttentionSaved s;
+            const at::Tensor c = kernels::attention(qkv, size.batch, size.heads, true, &s, picks);
+            return std::vector{c, kernels::attention_backward(d_picked, size.batch, size.heads, s)};
+          },
+          what);
+    }
+  }
+}
+
 TEST(Fused, CrossEntropy) {
   CRAM_NEEDS_FUSED();
   for (const auto& [rows, width] :

@@ -23,6 +23,11 @@ struct Backend {
                           AttentionSaved* saved);
   at::Tensor (*attention_backward)(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                                    const AttentionSaved& saved);
+  /// Of picked rows alone; nullptr: all rows are done and the picked ones taken.
+  at::Tensor (*attention_of_rows)(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads,
+                                  bool keep_probabilities, AttentionSaved* saved, const at::Tensor& picks);
+  at::Tensor (*attention_of_rows_backward)(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+                                           const AttentionSaved& saved);
   at::Tensor (*product_transposed)(const at::Tensor& x, const at::Tensor& weight, WeightPanels& panels);
   at::Tensor (*product)(const at::Tensor& dy, const at::Tensor& weight, WeightPanels& panels);
   void (*add_transposed_product_)(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x);

@@ -5,6 +5,7 @@
 #include <torch/types.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "model/kernels/backend.h"
 #include "model/kernels/cpu_attention.h"
@@ -152,6 +153,74 @@ at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, s
   return d_qkv;
 }
 
+// Picks by row of the batch, in their order there: [M] numbers, [B+1] where each row's begin.
+void group_picks(const at::Tensor& picks, std::int64_t batch, std::int64_t seq, AttentionSaved& saved) {
+  saved.pick_order = at::empty_like(picks);
+  saved.pick_begins = at::zeros({batch + 1}, picks.options());
+  const auto* pick = picks.const_data_ptr<std::int64_t>();
+  auto* order = saved.pick_order.data_ptr<std::int64_t>();
+  auto* begins = saved.pick_begins.data_ptr<std::int64_t>();
+  const std::int64_t count = picks.numel();
+  for (std::int64_t i = 0; i < count; ++i) ++begins[pick[i] / seq + 1];
+  for (std::int64_t b = 0; b < batch; ++b) begins[b + 1] += begins[b];
+  std::vector<std::int64_t> next(begins, begins + batch);
+  for (std::int64_t i = 0; i < count; ++i) order[next[static_cast<std::size_t>(pick[i] / seq)]++] = i;
+}
+
+HeadPicks picks_of_row(const AttentionSaved& saved, std::int64_t row, std::int64_t seq) {
+  const auto* begins = saved.pick_begins.const_data_ptr<std::int64_t>();
+  return {saved.picks.const_data_ptr<std::int64_t>(), saved.pick_order.const_data_ptr<std::int64_t>() + begins[row],
+          begins[row + 1] - begins[row], row * seq};
+}
+
+at::Tensor attention_of_rows(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
+                             AttentionSaved* saved, const at::Tensor& picks) {
+  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
+  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
+  if (!shape.fits()) {
+    return at::index_select(composed::attention(qkv, batch, heads, keep_probabilities, saved), 0, picks);
+  }
+  AttentionSaved own;
+  AttentionSaved& kept = saved != nullptr ? *saved : own;
+  kept.picks = picks.contiguous();
+  group_picks(kept.picks, batch, seq, kept);
+  const at::Tensor context = at::empty({picks.numel(), heads * head_dim}, qkv.options());
+  kept.log_sum = at::empty({batch * heads, seq}, qkv.options().dtype(at::kFloat));  // of the picked rows
+  kept.qkv = qkv;
+  const ThreadScratch scratch(shape.scratch_bytes());
+  at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      const std::int64_t row = i / heads, head = i % heads;
+      attend_picked(shape, picks_of_row(kept, row, seq),
+                    const_data(qkv) + row * seq * shape.stride + head * 3 * head_dim, data(context) + head * head_dim,
+                    kept.log_sum.data_ptr<float>() + i * seq, scratch.mine());
+    }
+    release_attention();
+  });
+  return context;
+}
+
+at::Tensor attention_of_rows_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+                                      const AttentionSaved& saved) {
+  const at::Tensor& qkv = saved.qkv;
+  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
+  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
+  const at::Tensor d_rows = d_context.contiguous();
+  const at::Tensor d_qkv = at::empty_like(qkv);
+  const ThreadScratch scratch(shape.scratch_bytes());
+  at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; ++i) {
+      const std::int64_t row = i / heads, head = i % heads;
+      const std::int64_t at = row * seq * shape.stride + head * 3 * head_dim;
+      attend_picked_backward(shape, picks_of_row(saved, row, seq), const_data(qkv) + at,
+                             const_data(d_rows) + head * head_dim, saved.log_sum.const_data_ptr<float>() + i * seq,
+                             data(d_qkv) + at, scratch.mine());
+    }
+    release_attention();
+  });
+  return d_qkv;
+}
+
 CrossEntropy cross_entropy_(const at::Tensor& logits, const at::Tensor& labels, bool write_gradient) {
   const std::int64_t rows = logits.size(0), width = logits.size(1);
   const auto* label = labels.const_data_ptr<std::int64_t>();
@@ -207,6 +276,8 @@ constinit const Backend kCpuBackend{.name = "cpu",
                                     .layer_norm_backward = cpu::layer_norm_backward,
                                     .attention = cpu::attention,
                                     .attention_backward = cpu::attention_backward,
+                                    .attention_of_rows = cpu::attention_of_rows,
+                                    .attention_of_rows_backward = cpu::attention_of_rows_backward,
                                     .product_transposed = cpu::product_transposed,
                                     .product = cpu::product,
                                     .add_transposed_product_ = cpu::add_transposed_product_,

@@ -29,6 +29,8 @@ struct Scratch {
   float *scores, *d_scores;                          // [kRows][lds]
   float* product;                                    // [S][ldd]
   bf16 *p, *ds, *p_transposed, *ds_transposed;       // [S][lds]
+  bf16 *q_rows, *do_rows;                            // [S][ldd], picked
+  float* log_rows;                                   // [S]
   std::int64_t bytes = 0;
 
   Scratch(const HeadShape& shape, void* memory)
@@ -44,6 +46,8 @@ struct Scratch {
     for (float** rows : {&scores, &d_scores}) take(*rows, kRows * lds);
     take(product, s * ldd);
     for (bf16** matrix : {&p, &ds, &p_transposed, &ds_transposed}) take(*matrix, padded(s) * lds);
+    for (bf16** matrix : {&q_rows, &do_rows}) take(*matrix, s * ldd);
+    take(log_rows, s);
   }
 
   // out [S][d], rounded, rows `ld` apart = a [S][lds] times pairs.
@@ -93,6 +97,70 @@ void attend_head_backward(const HeadShape& shape, const bf16* qkv, const bf16* d
   t.multiply_all(t.ds, t.k_pairs, d_qkv, shape.stride);                            // dQ = dS K
   t.multiply_all(t.ds_transposed, t.q_pairs, d_qkv + t.d, shape.stride);           // dK = dS' Q
   t.multiply_all(t.p_transposed, t.v_or_do_pairs, d_qkv + 2 * t.d, shape.stride);  // dV = P' dO
+}
+
+void attend_picked(const HeadShape& shape, const HeadPicks& picks, const bf16* qkv, bf16* context, float* log_sum,
+                   void* memory) {
+  if (picks.count == 0) return;
+  const Scratch t(shape, memory);
+  avx512::pack_transposed_pairs(qkv + t.d, shape.stride, t.s, t.d, t.lds, t.k_transposed);
+  avx512::pack_row_pairs(qkv + 2 * t.d, shape.stride, t.s, t.d, t.ldd, t.v_or_do_pairs);
+  for (std::int64_t i = 0; i < picks.count; ++i) {
+    std::copy_n(qkv + picks.position(i) * shape.stride, t.d, t.q_rows + i * t.ldd);
+  }
+  for (std::int64_t row = 0; row < picks.count; row += kRows) {
+    const std::int64_t rows = std::min(kRows, picks.count - row);
+    multiply(rows, t.s, t.d, t.q_rows + row * t.ldd, t.ldd, t.k_transposed, t.lds, t.scores, t.lds);
+    avx512::softmax(t.scores, t.lds, rows, t.s, scale_of(shape), t.p + row * t.lds, t.lds, t.log_rows + row);
+  }
+  multiply(picks.count, t.d, t.s, t.p, t.lds, t.v_or_do_pairs, t.ldd, t.product, t.ldd);
+  for (std::int64_t i = 0; i < picks.count; ++i) {
+    log_sum[picks.position(i)] = t.log_rows[i];
+    avx512::round_rows(t.product + i * t.ldd, t.ldd, 1, t.d, context + picks.row(i) * shape.context_stride, t.d);
+  }
+}
+
+void attend_picked_backward(const HeadShape& shape, const HeadPicks& picks, const bf16* qkv, const bf16* d_context,
+                            const float* log_sum, bf16* d_qkv, void* memory) {
+  const Scratch t(shape, memory);
+  // Queries that were not picked have no gradient; without any, neither have keys and values.
+  const std::int64_t empty = picks.count == 0 ? 3 * t.d : t.d;
+  for (std::int64_t r = 0; r < t.s; ++r) std::fill_n(d_qkv + r * shape.stride, empty, bf16{0});
+  if (picks.count == 0) return;
+  const bf16 *k = qkv + t.d, *v = qkv + 2 * t.d;
+  avx512::pack_transposed_pairs(k, shape.stride, t.s, t.d, t.lds, t.k_transposed);
+  avx512::pack_transposed_pairs(v, shape.stride, t.s, t.d, t.lds, t.v_transposed);
+  avx512::pack_row_pairs(k, shape.stride, t.s, t.d, t.ldd, t.k_pairs);
+  for (std::int64_t i = 0; i < picks.count; ++i) {
+    std::copy_n(qkv + picks.position(i) * shape.stride, t.d, t.q_rows + i * t.ldd);
+    std::copy_n(d_context + picks.row(i) * shape.context_stride, t.d, t.do_rows + i * t.ldd);
+    t.log_rows[i] = log_sum[picks.position(i)];
+  }
+  // Sums over queries go by pairs: an odd one is joined by a row of zeros.
+  const std::int64_t even = picks.count + picks.count % 2;
+  if (even > picks.count) {
+    for (bf16* rows : {t.q_rows, t.do_rows}) std::fill_n(rows + picks.count * t.ldd, t.d, bf16{0});
+    for (bf16* rows : {t.p, t.ds}) std::fill_n(rows + picks.count * t.lds, t.s, bf16{0});
+  }
+  avx512::pack_row_pairs(t.q_rows, t.ldd, even, t.d, t.ldd, t.q_pairs);
+  avx512::pack_row_pairs(t.do_rows, t.ldd, even, t.d, t.ldd, t.v_or_do_pairs);
+  for (std::int64_t row = 0; row < picks.count; row += kRows) {
+    const std::int64_t rows = std::min(kRows, picks.count - row);
+    multiply(rows, t.s, t.d, t.q_rows + row * t.ldd, t.ldd, t.k_transposed, t.lds, t.scores, t.lds);
+    multiply(rows, t.s, t.d, t.do_rows + row * t.ldd, t.ldd, t.v_transposed, t.lds, t.d_scores, t.lds);
+    avx512::softmax_backward(t.scores, t.d_scores, t.lds, rows, t.s, scale_of(shape), t.log_rows + row,
+                             t.p + row * t.lds, t.ds + row * t.lds, t.lds);
+  }
+  avx512::transpose(t.p, t.lds, even, t.s, t.p_transposed, t.lds);
+  avx512::transpose(t.ds, t.lds, even, t.s, t.ds_transposed, t.lds);
+  multiply(picks.count, t.d, t.s, t.ds, t.lds, t.k_pairs, t.ldd, t.product, t.ldd);  // dQ = dS K
+  for (std::int64_t i = 0; i < picks.count; ++i) {
+    avx512::round_rows(t.product + i * t.ldd, t.ldd, 1, t.d, d_qkv + picks.position(i) * shape.stride, t.d);
+  }
+  multiply(t.s, t.d, even, t.ds_transposed, t.lds, t.q_pairs, t.ldd, t.product, t.ldd);  // dK = dS' Q
+  avx512::round_rows(t.product, t.ldd, t.s, t.d, d_qkv + t.d, shape.stride);
+  multiply(t.s, t.d, even, t.p_transposed, t.lds, t.v_or_do_pairs, t.ldd, t.product, t.ldd);  // dV = P' dO
+  avx512::round_rows(t.product, t.ldd, t.s, t.d, d_qkv + 2 * t.d, shape.stride);
 }
 
 void release_attention() { at::native::cpublas::brgemm_release(); }

@@ -27,6 +27,25 @@ void attend_head(const HeadShape& shape, const avx512::bf16* qkv, avx512::bf16* 
 void attend_head_backward(const HeadShape& shape, const avx512::bf16* qkv, const avx512::bf16* d_context,
                           const float* log_sum, avx512::bf16* d_qkv, void* scratch);
 
+/// Some of a row's S queries: number i of them is the query at position picks[order[i]] - first, and row order[i] of
+/// the context.
+struct HeadPicks {
+  const std::int64_t* picks = nullptr;
+  const std::int64_t* order = nullptr;
+  std::int64_t count = 0;
+  std::int64_t first = 0;
+
+  [[nodiscard]] std::int64_t row(std::int64_t i) const { return order[i]; }
+  [[nodiscard]] std::int64_t position(std::int64_t i) const { return picks[order[i]] - first; }
+};
+
+/// The same of some queries alone: context and d_context are the picked rows', log_sum [S] is that of their positions,
+/// and d_qkv is written whole.
+void attend_picked(const HeadShape& shape, const HeadPicks& picks, const avx512::bf16* qkv, avx512::bf16* context,
+                   float* log_sum, void* scratch);
+void attend_picked_backward(const HeadShape& shape, const HeadPicks& picks, const avx512::bf16* qkv,
+                            const avx512::bf16* d_context, const float* log_sum, avx512::bf16* d_qkv, void* scratch);
+
 /// To be called by each thread after its last head: gives the tile registers back.
 void release_attention();
 

@@ -1,6 +1,8 @@
 // The one place that chooses a backend: the first of the table that takes the tensor.
 #include "model/kernels/kernels.h"
 
+#include <torch/types.h>
+
 #include "model/kernels/backend.h"
 
 namespace cram::kernels {
@@ -48,15 +50,30 @@ at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const 
 }
 
 at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
-                     AttentionSaved* saved) {
-  return of(qkv).attention(qkv, batch, heads, keep_probabilities, saved);
+                     AttentionSaved* saved, const at::Tensor& picks) {
+  const Backend& backend = of(qkv);
+  if (saved != nullptr) saved->picks = picks;
+  if (picks.defined() && backend.attention_of_rows != nullptr) {
+    return backend.attention_of_rows(qkv, batch, heads, keep_probabilities, saved, picks);
+  }
+  const at::Tensor context = backend.attention(qkv, batch, heads, keep_probabilities, saved);
+  return picks.defined() ? at::index_select(context, 0, picks) : context;
 }
 
 at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                               const AttentionSaved& saved) {
   // What the forward pass kept says who made it.
   const Backend& backend = saved.qkv.defined() ? of(saved.qkv) : kComposedBackend;
-  return backend.attention_backward(d_context, batch, heads, saved);
+  if (saved.pick_order.defined()) return backend.attention_of_rows_backward(d_context, batch, heads, saved);
+  if (!saved.picks.defined()) return backend.attention_backward(d_context, batch, heads, saved);
+  const std::int64_t rows = saved.qkv.defined() ? saved.qkv.size(0) : batch * saved.split.size(2);
+  return backend.attention_backward(put_rows(d_context, saved.picks, rows), batch, heads, saved);
+}
+
+at::Tensor put_rows(const at::Tensor& picked, const at::Tensor& picks, std::int64_t rows) {
+  const at::Tensor all = at::zeros({rows, picked.size(1)}, picked.options());
+  // They are distinct, so the order cannot matter.
+  return all.index_copy_(0, picks, picked);
 }
 
 at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight, WeightPanels& panels) {

@@ -47,12 +47,17 @@ struct AttentionSaved {
   at::Tensor rng_state[2];   // of a GPU: what dropout would need, which there is none of
   at::Tensor split;          // [3,B*heads,S,d]
   at::Tensor probabilities;  // [B*heads,S,S]
+  // Of picked rows alone:
+  at::Tensor picks;                    // [M] int64, b*S+s
+  at::Tensor pick_order, pick_begins;  // [M], [B+1] int64: their numbers by b, and where each b begins; a CPU's
 };
 
-/// Self-attention of full rows: qkv [N,3*heads*d] grouped per head (q, k, v) -> context [N,heads*d]. `saved` may be
+/// Self-attention of full rows: qkv [N,3*heads*d] grouped per head (q, k, v) -> context [N,heads*d], or [M,heads*d] of
+/// the distinct rows `picks` [M] alone (all of N are attended to); backward takes the same shape. `saved` may be
 /// null.
 [[nodiscard]] at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads,
-                                   bool keep_probabilities, AttentionSaved* saved);
+                                   bool keep_probabilities, AttentionSaved* saved,
+                                   const at::Tensor& picks = at::Tensor());
 /// d_context [N,heads*d] -> d_qkv [N,3*heads*d].
 [[nodiscard]] at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                                             const AttentionSaved& saved);
@@ -61,6 +66,9 @@ struct AttentionSaved {
 [[nodiscard]] at::Tensor product_transposed(const at::Tensor& x, const at::Tensor& weight, WeightPanels& panels);
 /// dx [N,in] = dy W: dy [N,out], weight [out,in].
 [[nodiscard]] at::Tensor product(const at::Tensor& dy, const at::Tensor& weight, WeightPanels& panels);
+/// [rows,H] that is zero but for `picked` [M,H] at the distinct rows `picks` [M]: the transpose of picking rows.
+[[nodiscard]] at::Tensor put_rows(const at::Tensor& picked, const at::Tensor& picks, std::int64_t rows);
+
 /// sum += dy^T x: dy [N,out], x [N,in], sum [out,in], the weight gradient of y = x W^T. In fp32 for bf16 operands.
 void add_transposed_product_(const at::Tensor& sum, const at::Tensor& dy, const at::Tensor& x);
 
