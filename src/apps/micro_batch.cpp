@@ -52,7 +52,7 @@ void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, Para
                         const DeviceChoice& choice, const StopSignals& signals) {
   const Layout& layout = mesh.layout();
   const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
-  const std::string key = micro_batch_key(config, layout, choice.model_name);
+  const std::string key = micro_batch_key(config, layout, concat(choice.model_name, ", ", choice.threads, " threads"));
   const MicroBatchCache cache(MicroBatchCache::default_file());
   const std::int64_t known = static_cast<std::int64_t>(
       broadcast_value(mesh.world(), static_cast<double>(cache.find(key).value_or(kAutoMicroBatch))));

@@ -262,11 +262,10 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit
   store.allocate(choice.precision, choice.device, /*with_optimizer=*/true, make_partition(config, mesh));
-  if (config.train.micro_batch_size == kAutoMicroBatch) {
-    choose_micro_batch(config, mesh, encoder, store, choice, signals);
-    info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
-    on_root(world, [&] { run.folder->describe(options, info.environment); });
-  }
+  const bool searches = config.train.micro_batch_size == kAutoMicroBatch;
+  if (searches) choose_micro_batch(config, mesh, encoder, store, choice, signals);
+  info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
+  if (searches) on_root(world, [&] { run.folder->describe(options, info.environment); });
   info.settings = options.values();
   if (run.resume_from.empty()) {
     store.initialize(static_cast<std::uint64_t>(config.run.seed));

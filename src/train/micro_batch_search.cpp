@@ -25,7 +25,9 @@ json read_cache(const std::string& file) {
   std::error_code error;
   if (file.empty() || !fs::exists(file, error)) return json::object();
   json found = json::parse(read_file(file, ExitCode::kOther, kLargestFile), nullptr, /*allow_exceptions=*/false);
-  return found.is_object() ? found : json::object();
+  if (found.is_object()) return found;
+  log_warning(file, " is damaged: the micro-batch sizes remembered there are lost");
+  return json::object();
 }
 
 }  // namespace
@@ -120,12 +122,12 @@ void MicroBatchCache::remember(const std::string& key, std::int64_t rows) const 
 
 std::string micro_batch_key(const Config& config, const Layout& layout, const std::string& device) {
   const ModelConfig& m = config.model;
-  return concat(device, ", ", config.run.threads, " threads, ", config.train.precision, ", cram ", version(), " ",
-                build_description(), ", ", m.layers, "x", m.hidden, ", ", m.heads, " heads, ffn ", m.ffn,
-                ", vocabulary ", m.vocab_size, ", sequence ", m.seq_length, ", recompute ", m.recompute, ", dropout ",
-                m.dropout, ", masked ", config.train.mask_rate, ", quantum ", config.train.batch_quantum, ", layout ",
-                layout.text(), ", virtual stages ", config.parallel.virtual_stages, ", sequence parallel ",
-                config.parallel.sequence_parallel);
+  return concat(device, ", ", config.train.precision, ", cram ", version(), " ", build_description(), ", ", m.layers,
+                "x", m.hidden, ", ", m.heads, " heads, ffn ", m.ffn, ", vocabulary ", m.vocab_size, ", sequence ",
+                m.seq_length, ", recompute ", m.recompute, ", dropout ", m.dropout, ", masked ", config.train.mask_rate,
+                ", quantum ", config.train.batch_quantum, ", layout ", layout.text(), ", virtual stages ",
+                config.parallel.virtual_stages, ", sequence parallel ", config.parallel.sequence_parallel, ", zero ",
+                config.parallel.zero);
 }
 
 }  // namespace cram

@@ -49,7 +49,7 @@ class MicroBatchCache {
   std::string file_;
 };
 
-/// All that the speed depends on: device, threads, number format, program, model and layout.
+/// All that the speed depends on: `device` (its kind and the threads in use), number format, program, model and layout.
 [[nodiscard]] std::string micro_batch_key(const Config& config, const Layout& layout, const std::string& device);
 
 }  // namespace cram

@@ -261,6 +261,10 @@ TEST(AutomaticMicroBatch, IsMeasuredOnceAndStored) {
   ASSERT_EQ(resumed.exit_code, 0) << resumed.out;
   EXPECT_NE(resumed.out.find("the run's own is " + std::to_string(chosen)), std::string::npos) << resumed.out;
   EXPECT_FALSE(std::filesystem::exists(out / "another"));
+  // What a later command with another size is compared with.
+  const nlohmann::json manifest =
+      nlohmann::json::parse(std::ifstream(out / "a/checkpoints/step-000000006/manifest.json"));
+  EXPECT_EQ(manifest.at("environment").at("micro_batch_size").get<std::string>(), std::to_string(chosen));
 
   std::vector<std::string> named = rest;
   named[0] = "train.micro_batch_size=" + std::to_string(chosen);

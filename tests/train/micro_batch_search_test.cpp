@@ -143,7 +143,7 @@ TEST(Cache, KeysTellEverythingApartThatTheSpeedDependsOn) {
   EXPECT_EQ(plain, key([](Config& c, Layout&, std::string&) { c.train.lr = 2; }));
   EXPECT_NE(plain, key([](Config& c, Layout&, std::string&) { c.model.layers = 2; }));
   EXPECT_NE(plain, key([](Config& c, Layout&, std::string&) { c.train.precision = "fp32"; }));
-  EXPECT_NE(plain, key([](Config& c, Layout&, std::string&) { c.run.threads = 7; }));
+  EXPECT_NE(plain, key([](Config& c, Layout&, std::string&) { c.parallel.zero = 1; }));
   EXPECT_NE(plain, key([](Config&, Layout& l, std::string&) { l.data = 2; }));
   EXPECT_NE(plain, key([](Config&, Layout&, std::string& d) { d = "NVIDIA H100"; }));
 }
