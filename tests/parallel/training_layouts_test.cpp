@@ -58,16 +58,6 @@ const TrainingResult& reference(Precision precision = Precision::kFp64) {
   return found->second;
 }
 
-double worst_relative(const std::vector<double>& expected, const std::vector<double>& found) {
-  if (expected.size() != found.size()) return 1e300;
-  double worst = 0;
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    const double difference = std::abs(found[i] - expected[i]) / std::abs(expected[i]);
-    worst = difference <= worst ? worst : difference;
-  }
-  return worst;
-}
-
 void expect_fine(const TrainingResult& result, const std::string& what) {
   for (std::size_t r = 0; r < result.messages.size(); ++r) EXPECT_EQ(result.messages[r], "") << what << ", rank " << r;
 }

@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <map>
@@ -305,6 +307,17 @@ inline std::pair<double, std::string> worst_norm_error(const std::map<std::strin
     const auto other = found.find(name);
     const double error = other == found.end() ? 1e300 : norm_error(other->second, tensor);
     if (!(error <= worst.first)) worst = {error, name};
+  }
+  return worst;
+}
+
+/// Largest |found - expected| / |expected|; a NaN counts as the largest, as do different lengths.
+inline double worst_relative(const std::vector<double>& expected, const std::vector<double>& found) {
+  if (expected.size() != found.size()) return 1e300;
+  double worst = 0;
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const double difference = std::abs(found[i] - expected[i]) / std::abs(expected[i]);
+    worst = std::isnan(difference) ? 1e300 : std::max(worst, difference);
   }
   return worst;
 }

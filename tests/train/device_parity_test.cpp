@@ -37,16 +37,6 @@ TrainingResult on_device(TrainingSetup setup) {
   return train(setup);
 }
 
-double worst_relative(const std::vector<double>& expected, const std::vector<double>& found) {
-  if (expected.size() != found.size()) return 1e300;
-  double worst = 0;
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    const double difference = std::abs(found[i] - expected[i]) / std::abs(expected[i]);
-    worst = difference <= worst ? worst : difference;
-  }
-  return worst;
-}
-
 struct Differences {
   double loss, norm, gradient, parameter;
 };

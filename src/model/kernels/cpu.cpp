@@ -108,22 +108,40 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
   return du;
 }
 
-at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
-                     AttentionSaved* saved) {
-  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
-  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
-  if (!shape.fits()) return composed::attention(qkv, batch, heads, keep_probabilities, saved);
-  const at::Tensor context = at::empty({batch * seq, heads * head_dim}, qkv.options());
-  const at::Tensor log_sum = at::empty({batch * heads, seq}, qkv.options().dtype(at::kFloat));
+HeadShape shape_of(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads) {
+  const std::int64_t head_dim = qkv.size(1) / (3 * heads);
+  return {qkv.size(0) / batch, head_dim, qkv.size(1), heads * head_dim};
+}
+
+// A head of a row of the batch: where it is in qkv and in that row's part of log_sum [B*heads,S]; its columns in a
+// context.
+struct Head {
+  std::int64_t row, qkv, column, log_sum;
+};
+
+// call(head, scratch) for all heads of all rows, shared out to the threads.
+template <class Call>
+void for_each_head(const HeadShape& shape, std::int64_t batch, std::int64_t heads, const Call& call) {
   const ThreadScratch scratch(shape.scratch_bytes());
   at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) {
-      const std::int64_t row = i / heads * seq, head = i % heads;
-      attend_head(shape, const_data(qkv) + row * shape.stride + head * 3 * head_dim,
-                  data(context) + row * shape.context_stride + head * head_dim, log_sum.data_ptr<float>() + i * seq,
-                  scratch.mine());
+      const std::int64_t row = i / heads, column = i % heads * shape.head_dim;
+      call(Head{row, row * shape.seq * shape.stride + 3 * column, column, i * shape.seq}, scratch.mine());
     }
     release_attention();
+  });
+}
+
+at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
+                     AttentionSaved* saved) {
+  const HeadShape shape = shape_of(qkv, batch, heads);
+  if (!shape.fits()) return composed::attention(qkv, batch, heads, keep_probabilities, saved);
+  const at::Tensor context = at::empty({qkv.size(0), shape.context_stride}, qkv.options());
+  const at::Tensor log_sum = at::empty({batch * heads, shape.seq}, qkv.options().dtype(at::kFloat));
+  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
+    attend_head(shape, const_data(qkv) + head.qkv,
+                data(context) + head.row * shape.seq * shape.context_stride + head.column,
+                log_sum.data_ptr<float>() + head.log_sum, scratch);
   });
   if (saved != nullptr) {
     saved->qkv = qkv;
@@ -135,20 +153,13 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
 at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                               const AttentionSaved& saved) {
   const at::Tensor& qkv = saved.qkv;
-  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
-  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
+  const HeadShape shape = shape_of(qkv, batch, heads);
   const at::Tensor d_rows = d_context.contiguous();
   const at::Tensor d_qkv = at::empty_like(qkv);
-  const ThreadScratch scratch(shape.scratch_bytes());
-  at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t i = first; i < last; ++i) {
-      const std::int64_t row = i / heads * seq, head = i % heads;
-      const std::int64_t at = row * shape.stride + head * 3 * head_dim;
-      attend_head_backward(shape, const_data(qkv) + at,
-                           const_data(d_rows) + row * shape.context_stride + head * head_dim,
-                           saved.log_sum.const_data_ptr<float>() + i * seq, data(d_qkv) + at, scratch.mine());
-    }
-    release_attention();
+  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
+    attend_head_backward(shape, const_data(qkv) + head.qkv,
+                         const_data(d_rows) + head.row * shape.seq * shape.context_stride + head.column,
+                         saved.log_sum.const_data_ptr<float>() + head.log_sum, data(d_qkv) + head.qkv, scratch);
   });
   return d_qkv;
 }
@@ -175,27 +186,20 @@ HeadPicks picks_of_row(const AttentionSaved& saved, std::int64_t row, std::int64
 
 at::Tensor attention_of_rows(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
                              AttentionSaved* saved, const at::Tensor& picks) {
-  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
-  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
+  const HeadShape shape = shape_of(qkv, batch, heads);
   if (!shape.fits()) {
     return at::index_select(composed::attention(qkv, batch, heads, keep_probabilities, saved), 0, picks);
   }
   AttentionSaved own;
   AttentionSaved& kept = saved != nullptr ? *saved : own;
   kept.picks = picks.contiguous();
-  group_picks(kept.picks, batch, seq, kept);
-  const at::Tensor context = at::empty({picks.numel(), heads * head_dim}, qkv.options());
-  kept.log_sum = at::empty({batch * heads, seq}, qkv.options().dtype(at::kFloat));  // of the picked rows
+  group_picks(kept.picks, batch, shape.seq, kept);
+  const at::Tensor context = at::empty({picks.numel(), shape.context_stride}, qkv.options());
+  kept.log_sum = at::empty({batch * heads, shape.seq}, qkv.options().dtype(at::kFloat));  // of the picked rows
   kept.qkv = qkv;
-  const ThreadScratch scratch(shape.scratch_bytes());
-  at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t i = first; i < last; ++i) {
-      const std::int64_t row = i / heads, head = i % heads;
-      attend_picked(shape, picks_of_row(kept, row, seq),
-                    const_data(qkv) + row * seq * shape.stride + head * 3 * head_dim, data(context) + head * head_dim,
-                    kept.log_sum.data_ptr<float>() + i * seq, scratch.mine());
-    }
-    release_attention();
+  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
+    attend_picked(shape, picks_of_row(kept, head.row, shape.seq), const_data(qkv) + head.qkv,
+                  data(context) + head.column, kept.log_sum.data_ptr<float>() + head.log_sum, scratch);
   });
   return context;
 }
@@ -203,20 +207,13 @@ at::Tensor attention_of_rows(const at::Tensor& qkv, std::int64_t batch, std::int
 at::Tensor attention_of_rows_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
                                       const AttentionSaved& saved) {
   const at::Tensor& qkv = saved.qkv;
-  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
-  const HeadShape shape{seq, head_dim, qkv.size(1), heads * head_dim};
+  const HeadShape shape = shape_of(qkv, batch, heads);
   const at::Tensor d_rows = d_context.contiguous();
   const at::Tensor d_qkv = at::empty_like(qkv);
-  const ThreadScratch scratch(shape.scratch_bytes());
-  at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
-    for (std::int64_t i = first; i < last; ++i) {
-      const std::int64_t row = i / heads, head = i % heads;
-      const std::int64_t at = row * seq * shape.stride + head * 3 * head_dim;
-      attend_picked_backward(shape, picks_of_row(saved, row, seq), const_data(qkv) + at,
-                             const_data(d_rows) + head * head_dim, saved.log_sum.const_data_ptr<float>() + i * seq,
-                             data(d_qkv) + at, scratch.mine());
-    }
-    release_attention();
+  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
+    attend_picked_backward(shape, picks_of_row(saved, head.row, shape.seq), const_data(qkv) + head.qkv,
+                           const_data(d_rows) + head.column, saved.log_sum.const_data_ptr<float>() + head.log_sum,
+                           data(d_qkv) + head.qkv, scratch);
   });
   return d_qkv;
 }

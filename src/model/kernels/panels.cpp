@@ -41,45 +41,39 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Fills `panels` when it is not of this version of the weight; pack(first column, columns, panel).
+}  // namespace
+
 template <class Pack>
-void refresh(at::Tensor& panels, const at::Tensor& weight, std::int64_t k, std::int64_t columns, const Pack& pack) {
+const at::Tensor& WeightPanels::refresh(Packed& packed, const at::Tensor& weight, std::int64_t k, std::int64_t columns,
+                                        const Pack& pack) {
+  if (packed.of == weight.const_data_ptr() && packed.version == version_of(weight)) return packed.panels;
   const std::int64_t count = pieces(columns, kTile);
-  if (!panels.defined() || panels.size(0) != count || panels.size(1) != k / 2) {
-    panels = at::empty({count, k / 2, kTile}, weight.options().dtype(at::kInt));
+  if (!packed.panels.defined() || packed.panels.size(0) != count || packed.panels.size(1) != k / 2) {
+    packed.panels = at::empty({count, k / 2, kTile}, weight.options().dtype(at::kInt));
   }
-  auto* to = reinterpret_cast<std::uint32_t*>(panels.data_ptr<std::int32_t>());
+  auto* to = reinterpret_cast<std::uint32_t*>(packed.panels.data_ptr<std::int32_t>());
   at::parallel_for(0, count, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t p = first; p < last; ++p) {
-      pack(p * kTile, std::min(kTile, columns - p * kTile), to + p * panels.stride(0));
+      pack(p * kTile, std::min(kTile, columns - p * kTile), to + p * packed.panels.stride(0));
     }
+  });
+  packed.of = weight.const_data_ptr();
+  packed.version = version_of(weight);
+  return packed.panels;
+}
+
+const at::Tensor& WeightPanels::transposed(const at::Tensor& weight) {
+  const std::int64_t out = weight.size(0), in = weight.size(1);
+  return refresh(transposed_, weight, in, out, [&](std::int64_t first, std::int64_t rows, std::uint32_t* to) {
+    avx512::pack_transposed_pairs(as_bits(weight) + first * in, in, rows, in, kTile, to);
   });
 }
 
-}  // namespace
-
-const at::Tensor& WeightPanels::transposed(const at::Tensor& weight) {
-  if (transposed_.of != weight.const_data_ptr() || transposed_.version != version_of(weight)) {
-    const std::int64_t out = weight.size(0), in = weight.size(1);
-    refresh(transposed_.panels, weight, in, out, [&](std::int64_t first, std::int64_t rows, std::uint32_t* to) {
-      avx512::pack_transposed_pairs(as_bits(weight) + first * in, in, rows, in, kTile, to);
-    });
-    transposed_.of = weight.const_data_ptr();
-    transposed_.version = version_of(weight);
-  }
-  return transposed_.panels;
-}
-
 const at::Tensor& WeightPanels::plain(const at::Tensor& weight) {
-  if (plain_.of != weight.const_data_ptr() || plain_.version != version_of(weight)) {
-    const std::int64_t out = weight.size(0), in = weight.size(1);
-    refresh(plain_.panels, weight, out, in, [&](std::int64_t first, std::int64_t columns, std::uint32_t* to) {
-      avx512::pack_row_pairs(as_bits(weight) + first, in, out, columns, kTile, to);
-    });
-    plain_.of = weight.const_data_ptr();
-    plain_.version = version_of(weight);
-  }
-  return plain_.panels;
+  const std::int64_t out = weight.size(0), in = weight.size(1);
+  return refresh(plain_, weight, out, in, [&](std::int64_t first, std::int64_t columns, std::uint32_t* to) {
+    avx512::pack_row_pairs(as_bits(weight) + first, in, out, columns, kTile, to);
+  });
 }
 
 bool panels_fit(const at::Tensor& weight, std::int64_t k) { return cpu::takes(weight) && k > 0 && k % 2 == 0; }

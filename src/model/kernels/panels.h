@@ -27,6 +27,10 @@ class WeightPanels {
     std::uint32_t version = 0;
     const void* of = nullptr;
   };
+  /// Packs again where the weight has changed: pack(first column, columns, panel) for panels of K = k.
+  template <class Pack>
+  [[nodiscard]] static const at::Tensor& refresh(Packed& packed, const at::Tensor& weight, std::int64_t k,
+                                                 std::int64_t columns, const Pack& pack);
   Packed transposed_, plain_;
 };
 
