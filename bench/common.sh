@@ -1,9 +1,15 @@
 # Sourced by the scripts here: where programs are, how ranks are started, a scratch folder that goes with the script.
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-bin=${CRAM_BIN:-$here/build/bin}
+bin=${CRAM_BUILD:-$here/build}/bin
 for program in cram_data cram_train cram_bench; do
   [ -x "$bin/$program" ] || { echo "bench: $bin/$program is not built: cmake --preset release && cmake --build --preset release" >&2; exit 2; }
 done
+# need_python: sets `python` to one with PyTorch, launch/bootstrap.sh's unless CRAM_PYTHON names another.
+need_python() {
+  python=${CRAM_PYTHON:-$here/.venv/bin/python}
+  "$python" -c 'import torch' 2> /dev/null ||
+    { echo "bench: $python has no PyTorch: run launch/bootstrap.sh, or name one that has in CRAM_PYTHON" >&2; exit 2; }
+}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 

@@ -15,12 +15,12 @@ while [ $# -gt 0 ]; do
     *) seeds=""; break ;;
   esac
 done
-[[ $seeds =~ ^[1-9][0-9]*$ && $minutes =~ ^[0-9]*[.]?[0-9]+$ ]] ||
+[[ $seeds =~ ^[1-9][0-9]*$ && $minutes =~ ^[0-9]*[.]?[0-9]+$ && $minutes =~ [1-9] ]] ||
   { echo "usage: bench/equal_budget.sh --text DIR [--minutes M] [--seeds N]" >&2; exit 2; }
 [ -e "$text" ] || { echo "equal_budget: name a folder of .txt files with --text" >&2; exit 2; }
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 unset OMP_NUM_THREADS  # one rank, all processors
-python=${CRAM_PYTHON:-$here/.venv/bin/python}
+need_python
 seconds=$(awk -v m="$minutes" 'BEGIN { print 60 * m }')
 every=$(awk -v s="$seconds" 'BEGIN { print s / 5 }')
 

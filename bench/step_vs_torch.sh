@@ -20,7 +20,7 @@ done
   { echo "usage: bench/step_vs_torch.sh [--rounds N] [--seconds S] [--only MODEL] [--check]" >&2; exit 2; }
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 unset OMP_NUM_THREADS  # one rank, all processors
-python=${CRAM_PYTHON:-$here/.venv/bin/python}
+need_python
 smaller() { awk -v a="$1" -v b="$2" 'BEGIN { print (a == "" || b < a) ? b : a }'; }
 calculate() { awk "BEGIN { printf \"%.6g\", $1 }"; }
 

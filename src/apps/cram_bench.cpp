@@ -65,6 +65,13 @@ int run(int argc, char** argv) {
       options.apply_override(argument);
     }
   }
+  CRAM_CHECK(paths.size() == chosen->paths, ExitCode::kUsage, "cram_bench ", name, " takes ", chosen->paths,
+             " names besides section.key=value, got ", paths.size(),
+             paths.size() > chosen->paths ? concat(": ", paths.back()) : "");
+  const double measure_s =
+      command.has("seconds") ? parse_double(command.value("seconds"), "--seconds") : BenchContext::kMeasure_s;
+  CRAM_CHECK(measure_s > 0 && measure_s <= BenchContext::kLongest_s, ExitCode::kUsage, "--seconds ", measure_s,
+             ": expected more than 0 and at most ", BenchContext::kLongest_s);
   const Launch launch = detect_launch();
   configure_log({.rank = launch.rank, .world_size = launch.world_size, .says = !command.has("json")});
   const MpiEnvironment mpi(launch, &argc, &argv);
@@ -72,10 +79,7 @@ int run(int argc, char** argv) {
                       [&] {
                         const std::unique_ptr<Communicator> world =
                             launch.world_size > 1 ? make_mpi_communicator() : make_self_communicator();
-                        BenchContext context{config, options, launch, *world, paths};
-                        if (command.has("seconds")) {
-                          context.measure_s = parse_double(command.value("seconds"), "--seconds");
-                        }
+                        BenchContext context{config, options, launch, *world, paths, measure_s};
                         const BenchResult result = chosen->run(context);
                         if (world->rank() == 0) print_result(result, command.has("json"));
                         return 0;

@@ -3,10 +3,10 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <new>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
 #include "train/metrics.h"
@@ -22,50 +22,61 @@ constexpr double kSearch_s = 60;    // no further size is begun that would not e
 constexpr double kMeasure_s = 0.5;  // of a size, or kFewestSteps where they take longer
 constexpr int kFewestSteps = 3, kMostSteps = 100;
 
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+std::string cache_key(const Config& config, const Layout& layout, const DeviceChoice& choice) {
+  return micro_batch_key(config, layout, concat(choice.model_name, ", ", choice.threads, " threads"));
+}
 
-// Seconds of one flush of micro-steps of this size, the same on every rank: rank 0's median.
+// Seconds of one flush of micro-steps of this size, the same on every rank: rank 0's median. `stop` is collective.
 double measure(const Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
-               std::int64_t micro_batches) {
+               std::int64_t micro_batches, const std::function<bool()>& stop) {
   SyntheticBatches batches(config, mesh.place().dp_rank, /*pin_memory=*/store.device().is_cuda());
   GradSync sync = make_grad_sync(store, mesh, /*overlap=*/false);
   MicroSteps steps(encoder, store, sync, mesh, config, [&] { return batches.next(); });
   const auto flush = [&] {
-    const double from_s = now_s();
+    const double from_s = steady_now_s();
     (void)steps.run_batch(1, 0, micro_batches, {}, /*exchange=*/false);
     (void)steps.totals();  // waits for the device
-    return now_s() - from_s;
+    return steady_now_s() - from_s;
   };
   (void)flush();  // takes memory and makes kernels
   // As often as ranks agree on: small models need many for a steady figure.
   const double first_s = broadcast_value(mesh.world(), flush());
   const int more = std::clamp(static_cast<int>(kMeasure_s / first_s), kFewestSteps - 1, kMostSteps);
   std::vector<double> seconds = {first_s};
-  for (int i = 0; i < more; ++i) seconds.push_back(flush());
+  for (int i = 0; i < more && !stop(); ++i) seconds.push_back(flush());
   std::sort(seconds.begin(), seconds.end());
   return broadcast_value(mesh.world(), seconds[seconds.size() / 2]);
 }
 
 }  // namespace
 
+std::optional<std::int64_t> remembered_micro_batch(const Config& config, const Layout& layout,
+                                                   const DeviceChoice& choice) {
+  const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
+  const std::optional<std::int64_t> known =
+      MicroBatchCache(MicroBatchCache::default_file()).find(cache_key(config, layout, choice));
+  return known && std::find(candidates.begin(), candidates.end(), *known) != candidates.end() ? known : std::nullopt;
+}
+
 void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
                         const DeviceChoice& choice, const StopSignals& signals) {
   const Layout& layout = mesh.layout();
-  const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
-  const std::string key = micro_batch_key(config, layout, concat(choice.model_name, ", ", choice.threads, " threads"));
-  const MicroBatchCache cache(MicroBatchCache::default_file());
-  const std::int64_t known = static_cast<std::int64_t>(
-      broadcast_value(mesh.world(), static_cast<double>(cache.find(key).value_or(kAutoMicroBatch))));
-  if (std::find(candidates.begin(), candidates.end(), known) != candidates.end()) {
+  const auto known = static_cast<std::int64_t>(broadcast_value(
+      mesh.world(), static_cast<double>(remembered_micro_batch(config, layout, choice).value_or(kAutoMicroBatch))));
+  if (known != kAutoMicroBatch) {
     config.train.micro_batch_size = known;
     say("train.micro_batch_size=auto: ", known, ", measured before for this device and model");
     return;
   }
-  const double from_s = now_s();
+  const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
+  say("train.micro_batch_size=auto: measuring sizes from ", candidates.front(), " to ", candidates.back());
+  const double from_s = steady_now_s();
   store.initialize(0);
   Config trial = config;
   const std::int64_t micro_batches = layout.pipeline == 1 ? 1 : 2 * layout.pipeline;
   double seconds_a_row = 0;
+  bool interrupted = false;
+  const auto stop = [&] { return interrupted = agree_on_largest(mesh.world(), signals.received()) != 0; };
   const auto tokens_per_s = [&](std::int64_t rows) -> std::optional<double> {
     trial.train.micro_batch_size = rows;
     // Enough memory on every rank, by estimate: a rank that ran out alone would leave the others waiting.
@@ -74,7 +85,7 @@ void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, Para
     const bool fits = needed < free_memory_bytes(choice);
     if (agree_on_largest(mesh.world(), fits ? 0 : 1) != 0) return std::nullopt;
     try {
-      const double seconds = measure(trial, mesh, encoder, store, micro_batches);
+      const double seconds = measure(trial, mesh, encoder, store, micro_batches, stop);
       seconds_a_row = seconds / static_cast<double>(rows);
       return static_cast<double>(rows * micro_batches * layout.data * config.model.seq_length) / seconds;
     } catch (const c10::OutOfMemoryError&) {
@@ -84,18 +95,22 @@ void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, Para
     }
     return std::nullopt;
   };
-  bool interrupted = false;
   const auto out_of_time = [&](std::int64_t next) {
-    interrupted = agree_on_largest(mesh.world(), signals.received()) != 0;
-    if (interrupted) return true;  // the run itself ends before its first step then
+    if (interrupted || stop()) return true;
     const double next_s = (kFewestSteps + 1) * seconds_a_row * static_cast<double>(next);
-    return broadcast_value(mesh.world(), now_s() - from_s + next_s) > kSearch_s;
+    return broadcast_value(mesh.world(), steady_now_s() - from_s + next_s) > kSearch_s;
   };
   const MicroBatchFound found = search_micro_batch(candidates, tokens_per_s, out_of_time);
   store.zero_grad();
   config.train.micro_batch_size = found.rows;
-  if (mesh.world().rank() == 0 && !interrupted) cache.remember(key, found.rows);
-  const double search_s = broadcast_value(mesh.world(), now_s() - from_s);
+  if (interrupted) {  // the run itself ends before its first step
+    say("train.micro_batch_size=auto: interrupted, nothing is remembered");
+    return;
+  }
+  if (mesh.world().rank() == 0) {
+    MicroBatchCache(MicroBatchCache::default_file()).remember(cache_key(config, layout, choice), found.rows);
+  }
+  const double search_s = broadcast_value(mesh.world(), steady_now_s() - from_s);
   std::string tried;
   for (const auto& [rows, speed] : found.tried) {
     tried += concat(tried.empty() ? "" : ", ", rows, ": ", format_grouped(std::llround(speed)));

@@ -17,6 +17,7 @@
 #include "parallel/watchdog.h"
 #include "train/micro_batch_search.h"
 #include "train/run_plan.h"
+#include "train/step_graph.h"
 #include "train/trainer.h"
 
 namespace cram {
@@ -189,7 +190,8 @@ OpenedRun open_run(Communicator& world, Config& config, const OptionTable& optio
     if (const auto found = checkpoint_to_resume(options, *run.folder, info, request.force)) {
       run.resume_from = found->path;
       info.progress = found->info.progress;
-      take_micro_batch_of(found->info, config, layout);
+      // Before the first step no number depends on it: a search that a signal ended is made again.
+      if (found->info.progress.step > 0) take_micro_batch_of(found->info, config, layout);
     }
     info.progress.attempt = attempt;
     run.folder->open(options, info.environment);
@@ -205,8 +207,12 @@ OpenedRun open_run(Communicator& world, Config& config, const OptionTable& optio
 int dry_run(Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
             const TrainData& data, const Layout& layout) {
   if (config.train.micro_batch_size == kAutoMicroBatch) {
-    config.train.micro_batch_size = nearest_micro_batch(config, layout, TrainConfig().micro_batch_size);
-    say("train.micro_batch_size=auto is measured when the run starts; planned with ", config.train.micro_batch_size);
+    const std::optional<std::int64_t> measured = remembered_micro_batch(config, layout, choice);
+    config.train.micro_batch_size =
+        measured ? *measured : nearest_micro_batch(config, layout, TrainConfig().micro_batch_size);
+    say("train.micro_batch_size=auto",
+        measured ? ", measured before: " : " is measured when the run starts; planned with ",
+        config.train.micro_batch_size);
   }
   const RunPlanned plan = plan_run(config, layout, config.train.batch_size, masked_in_row(config));
   if (launch.rank > 0) return 0;
@@ -239,7 +245,9 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   if (!request.dry_run) check_started_alike(world, options, data);
   const bool alone_under_mpirun = launch.launcher != "none" && launch.local_size == 1;
   const int processors = std::max(1, available_processors(alone_under_mpirun) / launch.local_size);
-  const DeviceChoice choice = choose_device(config, processors, launch.local_rank, launch.local_size);
+  const DeviceChoice choice =
+      choose_device(config, processors, launch.local_rank, launch.local_size, /*plans=*/request.dry_run);
+  (void)choose_cuda_graph(config, layout, choice.device);  // refused before anything is written
   if (config.run.output.empty()) config.run.output = default_run_path(options);
   if (request.dry_run) return dry_run(config, options, choice, launch, data, layout);
   if (request.verify) return verify_run(world, config);

@@ -3,9 +3,9 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "base/check.h"
+#include "base/clock.h"
 
 namespace cram {
 namespace {
@@ -79,7 +79,7 @@ void GradSync::poll() {
 }
 
 void GradSync::finish() {
-  const auto from = std::chrono::steady_clock::now();
+  const double from_s = steady_now_s();
   for (std::size_t b = 0; b < buffers_.size(); ++b) {
     if (buffers_[b].partial) all_reduce_buckets(mesh_.tensor(), buffers_[b]);
     if (buffers_[b].tied) all_reduce_buckets(mesh_.tied(), buffers_[b]);
@@ -93,7 +93,7 @@ void GradSync::finish() {
     state.missing = state.parameters;
   }
   times_.buckets += static_cast<std::int64_t>(states_.size());
-  times_.finish_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
+  times_.finish_s += steady_now_s() - from_s;
 }
 
 GradSync::Times GradSync::take_times() { return std::exchange(times_, {}); }

@@ -97,25 +97,28 @@ std::string host_name() {
 
 }  // namespace
 
-DeviceChoice choose_device(Config& config, int processors, int local_rank, int local_ranks) {
+DeviceChoice choose_device(Config& config, int processors, int local_rank, int local_ranks, bool plans) {
   DeviceChoice choice;
   choice.local_ranks = local_ranks;
   const bool gpu = at::hasCUDA();  // false without a visible device, too
-  CRAM_CHECK(config.run.device != "cuda" || gpu, ExitCode::kUsage,
+  CRAM_CHECK(config.run.device != "cuda" || gpu || plans, ExitCode::kUsage,
              "run.device=cuda, but no GPU is visible to this process; check the driver and CUDA_VISIBLE_DEVICES, or "
              "use run.device=cpu");
   const bool on_gpu = config.run.device == "cuda" || (config.run.device == "auto" && gpu);
-  const int gpu_index = on_gpu ? gpu_of(local_rank) : -1;
+  const bool absent = on_gpu && !gpu;
+  const int gpu_index = absent ? 0 : on_gpu ? gpu_of(local_rank) : -1;
   choice.device = at::Device(on_gpu ? at::kCUDA : at::kCPU, static_cast<c10::DeviceIndex>(gpu_index));
   choice.host = host_name();
-  choice.device_name = on_gpu ? gpu_name(gpu_index) : "cpu";
+  choice.device_name = absent ? "cuda, not visible here" : on_gpu ? gpu_name(gpu_index) : "cpu";
   choice.model_name = on_gpu ? choice.device_name.substr(choice.device_name.find(' ') + 1) : cpu_name();
   choice.threads = config.run.threads > 0 ? static_cast<int>(config.run.threads) : processors;
   at::set_num_threads(choice.threads);
 
   std::string why = "as asked";
   if (config.train.precision == "auto") {
-    const std::string unit = on_gpu ? gpu_bf16_unit(gpu_index) : cpu_bf16_unit();
+    const std::string unit = absent   ? "a GPU with bf16 units assumed, none"
+                             : on_gpu ? gpu_bf16_unit(gpu_index)
+                                      : cpu_bf16_unit();
     config.train.precision = unit.empty() ? "fp32" : "bf16";
     why = unit.empty() ? "no bf16 matrix unit found" : unit + " found";
   }

@@ -25,8 +25,10 @@ struct DeviceChoice {
 
 /// Resolves run.device, run.threads and train.precision ("auto": bf16 on sm_80+, AMX or AVX512-BF16, else fp32), writes
 /// the resolved values back and sets torch's thread count. `processors`: how many this process may use; `local_rank`
-/// of `local_ranks`: which of this machine's GPUs is its own (all the same one where there are fewer).
-[[nodiscard]] DeviceChoice choose_device(Config& config, int processors, int local_rank, int local_ranks = 1);
+/// of `local_ranks`: which of this machine's GPUs is its own (all the same one where there are fewer). `plans`: nothing
+/// will run, so that a GPU asked for need not be there (bf16 is assumed for it).
+[[nodiscard]] DeviceChoice choose_device(Config& config, int processors, int local_rank, int local_ranks = 1,
+                                         bool plans = false);
 
 /// Bytes a rank may still take for activations: of the GPU what is free; of the machine's memory three quarters of this
 /// rank's part.

@@ -109,7 +109,10 @@ std::optional<std::int64_t> MicroBatchCache::find(const std::string& key) const 
 }
 
 void MicroBatchCache::remember(const std::string& key, std::int64_t rows) const {
-  if (file_.empty()) return;
+  if (file_.empty()) {
+    log_info("the measured micro-batch size is not remembered: neither XDG_CACHE_HOME nor HOME is set");
+    return;
+  }
   try {
     json all = read_cache(file_);
     all[key] = rows;

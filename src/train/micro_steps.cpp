@@ -2,17 +2,10 @@
 
 #include <torch/types.h>
 
-#include <chrono>
-
+#include "base/clock.h"
 #include "base/profile.h"
 
 namespace cram {
-namespace {
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-}  // namespace
-
 PlanKind plan_kind(const ParallelConfig& parallel) {
   if (parallel.virtual_stages > 1) return PlanKind::kInterleaved;
   return parallel.schedule == "gpipe" ? PlanKind::kGpipe : PlanKind::kOneForwardOneBackward;
@@ -102,10 +95,10 @@ void MicroSteps::run_plan() { run_pipeline(plan_for(count_), shape_for(count_), 
 
 template <class Call>
 void MicroSteps::wait_for_data(const Call& call) {
-  const double from_s = now_s();
+  const double from_s = steady_now_s();
   const Timed timed(Section::kDataWait);
   call();
-  data_wait_s_ += now_s() - from_s;
+  data_wait_s_ += steady_now_s() - from_s;
 }
 
 MicroSteps::Totals MicroSteps::totals() const {

@@ -2,10 +2,10 @@
 
 #include <torch/types.h>
 
-#include <chrono>
 #include <cmath>
 #include <filesystem>
 
+#include "base/clock.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
 #include "train/replicas.h"
@@ -15,8 +15,6 @@ namespace cram {
 namespace {
 
 constexpr std::int64_t kSkipsThatHalt = 5;
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 LoaderSettings loader_settings(const Config& config, const Mesh& mesh, const ParameterStore& store) {
   LoaderSettings settings;
@@ -107,7 +105,7 @@ std::optional<Trainer::StepPlan> Trainer::plan_step() {
 }
 
 bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
-  const double start_s = now_s();
+  const double start_s = steady_now_s();
   traffic_.begin_step();
   const std::int64_t micro_batches = plan.batch_size / (train_.micro_batch_size * parts_.mesh.layout().data);
   if (!micro_steps_.run_batch(progress_.step + 1, progress_.consumed_samples, micro_batches,
@@ -142,7 +140,7 @@ bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
     parts_.store.zero_grad();
   }
   traffic_.end_step(plan.batch_size);
-  record.step_s = now_s() - start_s;
+  record.step_s = steady_now_s() - start_s;
   return true;
 }
 
@@ -187,14 +185,15 @@ void Trainer::save() {
   if (last_saved_step_ == progress_.step) return;
   const PhaseScope phase(parts_.mesh.world().pending(), PendingOperations::Phase::kSaving);
   parts_.checkpoint_info.progress = progress_;
-  const double start_s = now_s();
+  const double start_s = steady_now_s();
   // Data ranks hold equal weights; the first of them writes, or each its part of what is shared out.
   const std::uintmax_t bytes =
       checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep, parts_.mesh.world(),
                         /*writes=*/parts_.mesh.place().dp_rank == 0 || parts_.config.parallel.zero > 0);
   last_saved_step_ = progress_.step;
   progress_line_.saved(progress_.elapsed_s);
-  metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", now_s() - start_s, " s"), progress_);
+  metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", steady_now_s() - start_s, " s"),
+                 progress_);
 }
 
 void Trainer::save_or_warn() {

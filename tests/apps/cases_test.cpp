@@ -187,8 +187,48 @@ TEST(DryRun, PrintsAndWritesNothing) {
   EXPECT_FALSE(std::filesystem::exists(out / "r"));
 }
 
+TEST(DryRun, PlansForAGpuThatIsNotThere) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::pair<std::string, std::string>> no_gpu = {{"CUDA_VISIBLE_DEVICES", ""}};
+  std::vector<std::string> argv = tiny_train(out / "r", {"run.device=cuda", "train.precision=auto"});
+  EXPECT_EQ(run_program(argv, where, 100, no_gpu).exit_code, 2);
+  argv.emplace_back("--dry-run");
+  const ProgramResult plan = run_program(argv, where, 100, no_gpu);
+  EXPECT_EQ(plan.exit_code, 0) << plan.out;
+  EXPECT_TRUE(contains(plan.out, "cuda, not visible here") && contains(plan.out, "precision bf16")) << plan.out;
+}
+
+TEST(DryRun, RefusesARecordedGraphOnACpu) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  std::vector<std::string> argv = tiny_train(out / "r", {"run.device=cpu", "run.cuda_graph=on"});
+  for (const char* kind : {"", "--dry-run"}) {
+    if (*kind != '\0') argv.emplace_back(kind);
+    const ProgramResult result = run_program(argv, where);
+    EXPECT_EQ(result.exit_code, 2) << result.out;
+    EXPECT_TRUE(contains(result.out, "run.cuda_graph=on is not possible")) << result.out;
+    EXPECT_FALSE(std::filesystem::exists(out / "r"));
+  }
+}
+
+TEST(Bench, RefusesWhatItDoesNotTake) {
+  const auto refused = [](const std::vector<std::string>& arguments, const std::string& because) {
+    std::vector<std::string> argv = {"cram_bench"};
+    argv.insert(argv.end(), arguments.begin(), arguments.end());
+    const ProgramResult result = run_program(argv, ".");
+    EXPECT_EQ(result.exit_code, 2) << result.out;
+    EXPECT_TRUE(contains(result.out, because)) << result.out;
+  };
+  refused({}, "which measurement?");
+  refused({"steps"}, "no measurement is called steps");
+  refused({"step", "gemm"}, "takes 0 names besides section.key=value, got 1: gemm");
+  refused({"compare", "run"}, "takes 2 names");
+  for (const char* seconds : {"0", "-1", "nan", "1e9"}) refused({"step", "--seconds", seconds}, "--seconds");
+}
+
 TEST(EveryProgram, HasHelpAndVersion) {
-  for (const char* program : {"cram_data", "cram_train", "cram_export"}) {
+  for (const char* program : {"cram_data", "cram_train", "cram_export", "cram_bench"}) {
     const ProgramResult version = run_program({program, "--version"}, ".");
     EXPECT_EQ(version.exit_code, 0);
     EXPECT_TRUE(contains(version.out, "Apache-2.0") && contains(version.out, program)) << version.out;

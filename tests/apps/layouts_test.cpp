@@ -297,11 +297,10 @@ class Failures : public testing::Test {
     ASSERT_TRUE(program_->wait_for_output("| step ")) << program_->output_so_far();
     std::this_thread::sleep_for(std::chrono::milliseconds(300));  // whatever step a resumed run is at
   }
-  // Signals one of the ranks, by the folder's name in its command line.
+  // Signals the rank started last, by the folder's name in its command line (process numbers may have wrapped around).
   void signal_one(const std::string& signal) {
     const ProgramResult sent = run_program(
-        {"/bin/sh", "-c", "kill -" + signal + " $(pgrep -f 'bin/[c]ram_train.*" + (out_ / "r") + "' | tail -n 1)"},
-        tiny_corpus());
+        {"/bin/sh", "-c", "kill -" + signal + " $(pgrep -nf 'bin/[c]ram_train.*" + (out_ / "r") + "')"}, tiny_corpus());
     ASSERT_EQ(sent.exit_code, 0) << sent.out;
   }
   // Two ranks of one job, the second with an option that the first has not.
@@ -358,12 +357,12 @@ TEST_F(Failures, ARankThatHangsWhileStartingEndsTheJobInTime) {
   const std::vector<std::string> argv =
       small_batches(out_ / "r", {"train.budget=100000steps", "parallel.timeout=2s", "parallel.init_timeout=3s"});
   program_.emplace(on_ranks(2, argv), tiny_corpus(), kMpiEnvironment);
-  const ProgramResult stopped = run_program(
-      {"/bin/sh", "-c",
-       "for i in $(seq 200); do p=$(pgrep -f 'bin/[c]ram_train.*" + (out_ / "r") +
-           "' | tail -n 1); [ -n \"$p\" ] && [ \"$(cat /proc/$p/comm)\" = cram_train ] && kill -STOP $p && exit 0; "
-           "sleep 0.02; done; exit 1"},
-      tiny_corpus());
+  const ProgramResult stopped =
+      run_program({"/bin/sh", "-c",
+                   "for i in $(seq 200); do p=$(pgrep -nf 'bin/[c]ram_train.*" + (out_ / "r") +
+                       "'); [ -n \"$p\" ] && [ \"$(cat /proc/$p/comm)\" = cram_train ] && kill -STOP $p && exit 0; "
+                       "sleep 0.02; done; exit 1"},
+                  tiny_corpus());
   ASSERT_EQ(stopped.exit_code, 0) << stopped.out;
   const ProgramResult result = program_->wait(25);
   EXPECT_EQ(result.exit_code, 30) << result.out;

@@ -272,5 +272,23 @@ TEST(AutomaticMicroBatch, IsMeasuredOnceAndStored) {
   EXPECT_EQ(loss_log(out / "a"), loss_log(out / "c")) << "the search left something behind";
 }
 
+TEST(AutomaticMicroBatch, ASignalEndsTheSearchAndLeavesNoSizeBehind) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::pair<std::string, std::string>> home = {{"XDG_CACHE_HOME", out / "cache"}};
+  const std::vector<std::string> run =
+      tiny_train(out / "r", {"train.micro_batch_size=auto", "train.budget=4steps", "train.precision=fp64"});
+  RunningProgram program(run, where, home);
+  ASSERT_TRUE(program.wait_for_output("measuring sizes from 8 to 128")) << program.output_so_far();
+  program.send(SIGTERM);
+  const ProgramResult ended = program.wait();
+  EXPECT_EQ(ended.exit_code, 75) << ended.out;
+  EXPECT_NE(ended.out.find("interrupted, nothing is remembered"), std::string::npos) << ended.out;
+  EXPECT_FALSE(std::filesystem::exists(out / "cache/cram"));
+  const ProgramResult resumed = run_program(run, where, 100, home);
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.out;
+  EXPECT_NE(resumed.out.find("outside the budget"), std::string::npos) << resumed.out;
+}
+
 }  // namespace
 }  // namespace cram::test

@@ -1,8 +1,8 @@
 #include "apps/bench/bench.h"
 
 #include <algorithm>
-#include <chrono>
 
+#include "base/clock.h"
 #include "train/device.h"
 
 namespace cram {
@@ -19,13 +19,9 @@ const std::vector<Bench>& benches() {
       {"pipeline", "bubbles of 1F1B and interleaved schedules against their formulas (mpirun -n STAGES)",
        bench_pipeline},
       {"compare", "RUN RUN: differences of losses, gradient norms and weights; bytes sent against the formulas",
-       bench_compare},
+       bench_compare, 2},
   };
   return table;
-}
-
-double bench_now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 double median(std::vector<double> values) {
@@ -44,10 +40,10 @@ double median_time_s(const std::function<void()>& call, int calls, at::Device de
   std::vector<double> seconds;
   for (int i = 0; i < calls; ++i) {
     settle();
-    const double from_s = bench_now_s();
+    const double from_s = steady_now_s();
     for (int k = 0; k < together; ++k) call();
     settle();
-    seconds.push_back((bench_now_s() - from_s) / together);
+    seconds.push_back((steady_now_s() - from_s) / together);
   }
   return median(seconds);
 }

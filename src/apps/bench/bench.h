@@ -28,18 +28,21 @@ class BenchResult {
 };
 
 struct BenchContext {
+  static constexpr double kMeasure_s = 12, kLongest_s = 86'400;
+
   Config& config;
   OptionTable& options;
   const Launch& launch;
   Communicator& world;
-  std::vector<std::string> paths;  ///< bare arguments that are no settings
-  double measure_s = 12;           ///< how long `step` repeats its step
+  std::vector<std::string> paths;  ///< bare arguments that are no settings, as many as Bench::paths
+  double measure_s = kMeasure_s;   ///< how long `step` repeats its step
 };
 
 struct Bench {
   const char* name;
   const char* help;
   BenchResult (*run)(BenchContext&);
+  std::size_t paths = 0;  ///< bare arguments it takes
 };
 
 /// Every measurement there is.
@@ -54,8 +57,6 @@ struct Bench {
 [[nodiscard]] BenchResult bench_parallel(BenchContext& context);
 [[nodiscard]] BenchResult bench_compare(BenchContext& context);
 
-/// Seconds of a steady clock.
-[[nodiscard]] double bench_now_s();
 /// The middle one of an odd number of values, the upper middle one otherwise.
 [[nodiscard]] double median(std::vector<double> values);
 /// Median seconds of `calls` calls, after two whose memory and caches are fresh. On a GPU a sample is several calls

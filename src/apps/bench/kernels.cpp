@@ -17,11 +17,11 @@ BenchResult bench_kernels(BenchContext& context) {
   const at::NoGradGuard no_grad;
   Config& config = context.config;
   prepare_synthetic(config, Layout{});
-  config.train.precision = "bf16";
   const DeviceChoice choice = choose_device(config, available_processors(false), context.launch.local_rank);
   const ModelConfig& m = config.model;
-  const at::TensorOptions options = at::TensorOptions().dtype(at::kBFloat16).device(choice.device);
-  const at::TensorOptions wide = options.dtype(at::kFloat);
+  const at::TensorOptions options = at::TensorOptions().dtype(working_type(choice.precision)).device(choice.device);
+  const bool rounds = choice.precision == Precision::kBf16;  // works on rounded copies of its parameters
+  const at::TensorOptions wide = rounds ? options.dtype(at::kFloat) : options;
   const std::int64_t batch = config.train.micro_batch_size, tokens = batch * m.seq_length;
   const std::int64_t masked = batch * masked_in_row(config);
   const at::Tensor x = at::randn({tokens, m.hidden}, options), dy = at::randn({tokens, m.hidden}, options);
@@ -36,14 +36,16 @@ BenchResult bench_kernels(BenchContext& context) {
   kernels::AttentionSaved fused_saved, composed_saved;
   (void)kernels::attention(qkv, batch, m.heads, true, &fused_saved);
   (void)kernels::composed::attention(qkv, batch, m.heads, true, &composed_saved);
-  const double n = static_cast<double>(tokens * m.hidden) * 2, f = static_cast<double>(tokens * m.ffn) * 2;
-  const double v = static_cast<double>(masked * m.vocab_size) * 2;
+  const auto n = static_cast<double>(x.nbytes()), f = static_cast<double>(u.nbytes());
+  const auto v = static_cast<double>(logits.nbytes());
   // As many parameters as a layer has.
   const std::int64_t parameters = 4 * m.hidden * m.hidden + m.hidden * (m.ffn + m.ffn / 2);
   const std::vector<kernels::AdamWPiece> pieces = {{at::randn({parameters}, wide), at::randn({parameters}, wide),
                                                     at::zeros({parameters}, wide), at::zeros({parameters}, wide),
-                                                    at::zeros({parameters}, options), kernels::AdamWStep{.lr = 1e-4}}};
+                                                    rounds ? at::zeros({parameters}, options) : at::Tensor(),
+                                                    kernels::AdamWStep{.lr = 1e-4}}};
   const at::Tensor& gradient = pieces[0].grad;
+  const double copied = rounds ? static_cast<double>(pieces[0].working.nbytes()) : 0;
   const at::Tensor ids = at::arange(tokens, options.dtype(at::kLong)).mul_(17).remainder_(m.vocab_size);
   const at::Tensor table_grad = at::zeros({m.vocab_size, m.hidden}, wide);
   struct Row {
@@ -69,13 +71,13 @@ BenchResult bench_kernels(BenchContext& context) {
        [&] { (void)composed::cross_entropy_(logits, labels, true); }},
       {"weight_gradient", static_cast<double>(sum.nbytes()) * 2 + f + n,
        [&] { kernels::add_transposed_product_(sum, u, x); }, [&] { sum.add_(at::mm(u.t(), x)); }},
-      {"add_to", static_cast<double>(sum.nbytes()) * 2.5, [&] { kernels::add_to_(sum, product); },
+      {"add_to", static_cast<double>(2 * sum.nbytes() + product.nbytes()), [&] { kernels::add_to_(sum, product); },
        [&] { sum.add_(product); }},
       {"scatter_add_rows", 5 * n, [&] { kernels::scatter_add_rows(table_grad, ids, dy, -1); },
        [&] { composed::scatter_add_rows(table_grad, ids, dy, -1); }},
       {"sum_of_squares", static_cast<double>(gradient.nbytes()), [&] { (void)kernels::sum_of_squares(gradient); },
        [&] { (void)composed::sum_of_squares(gradient); }},
-      {"adamw", static_cast<double>(gradient.nbytes()) * 8.5, [&] { kernels::adamw_(pieces); },
+      {"adamw", static_cast<double>(8 * gradient.nbytes()) + copied, [&] { kernels::adamw_(pieces); },
        [&] { composed::adamw_(pieces); }},
   };
   const at::Tensor from = at::randn({tokens, m.hidden}, options), to = at::empty_like(from);

@@ -2,6 +2,7 @@
 #include <torch/types.h>
 
 #include "apps/bench/bench.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "data/loader.h"
 
@@ -20,9 +21,9 @@ BenchResult bench_loader(BenchContext& context) {
     Loader loader(shards, settings, 0);
     (void)loader.next();  // digests of the first shard
     std::int64_t rows = 0;
-    const double from_s = bench_now_s();
-    while (bench_now_s() - from_s < 3) rows += loader.next().rows;
-    const double rows_per_s = static_cast<double>(rows) / (bench_now_s() - from_s);
+    const double from_s = steady_now_s();
+    while (steady_now_s() - from_s < 3) rows += loader.next().rows;
+    const double rows_per_s = static_cast<double>(rows) / (steady_now_s() - from_s);
     say("  prefetch ", prefetch, ": ", static_cast<std::int64_t>(rows_per_s), " rows/s, ",
         static_cast<std::int64_t>(rows_per_s * static_cast<double>(shards->seq_length())), " tokens/s");
     result.add(concat("rows_per_s_prefetch", prefetch), rows_per_s);

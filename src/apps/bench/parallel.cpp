@@ -8,6 +8,7 @@
 
 #include "apps/bench/bench.h"
 #include "apps/bench/synthetic.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
 #include "train/device.h"
@@ -56,13 +57,13 @@ BenchResult bench_parallel(BenchContext& context) {
     std::vector<double> step_s, exposed_s, optimizer_s;
     for (int step = 1; step <= 5; ++step) {
       world.barrier();
-      const double from_s = bench_now_s();
+      const double from_s = steady_now_s();
       (void)micro_steps.run_batch(step, 0, micro_batches, {}, exchange != Exchange::kNone);
-      const double computed_s = bench_now_s();
+      const double computed_s = steady_now_s();
       if (exchange != Exchange::kNone) sync.finish();
-      const double exchanged_s = bench_now_s();
+      const double exchanged_s = steady_now_s();
       optimizer.update(step, 1e-4, 1e-6);
-      const double updated_s = bench_now_s();
+      const double updated_s = steady_now_s();
       if (step == 1) continue;  // memory is fresh
       step_s.push_back(longest(world, updated_s - from_s));
       exposed_s.push_back(longest(world, exchanged_s - computed_s));
@@ -80,9 +81,9 @@ BenchResult bench_parallel(BenchContext& context) {
     std::vector<double> seconds;
     for (int repeat = 0; repeat < 7; ++repeat) {
       world.barrier();
-      const double from_s = bench_now_s();
+      const double from_s = steady_now_s();
       mesh.data().all_reduce_(bucket);
-      seconds.push_back(longest(world, bench_now_s() - from_s));
+      seconds.push_back(longest(world, steady_now_s() - from_s));
     }
     return median(seconds);
   };

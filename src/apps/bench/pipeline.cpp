@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "apps/bench/bench.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
 #include "parallel/pipeline.h"
@@ -49,9 +50,9 @@ double measured_s(PlanKind kind, const PlanShape& shape, double forward_s, doubl
   std::vector<double> times;
   for (int repeat = 0; repeat < 3; ++repeat) {
     world.barrier();
-    const double from_s = bench_now_s();
+    const double from_s = steady_now_s();
     run_pipeline(plans[static_cast<std::size_t>(world.rank())], shape, stage, world);
-    const at::Tensor longest = at::full({1}, bench_now_s() - from_s, at::kDouble);
+    const at::Tensor longest = at::full({1}, steady_now_s() - from_s, at::kDouble);
     world.all_reduce_(longest, ReduceOp::kMax);
     times.push_back(longest.item<double>());
   }

@@ -11,6 +11,7 @@
 
 #include "apps/bench/bench.h"
 #include "apps/bench/synthetic.h"
+#include "base/clock.h"
 #include "base/log.h"
 #include "base/profile.h"
 #include "model/kernels/kernels.h"
@@ -173,13 +174,13 @@ BenchResult bench_step(BenchContext& context) {
   for (int i = 0; i < first_steps; ++i) step(*micro_steps);
   if (profile) profile->clear();
   std::vector<double> seconds;
-  const double from_s = bench_now_s();
-  while (seconds.size() < kFewestSteps || bench_now_s() - from_s < context.measure_s) {
-    const double step_from_s = bench_now_s();
+  const double from_s = steady_now_s();
+  while (seconds.size() < kFewestSteps || steady_now_s() - from_s < context.measure_s) {
+    const double step_from_s = steady_now_s();
     step(*micro_steps);
-    seconds.push_back(bench_now_s() - step_from_s);
+    seconds.push_back(steady_now_s() - step_from_s);
   }
-  double profiled_s = bench_now_s() - from_s;
+  double profiled_s = steady_now_s() - from_s;
   const double step_s = median(seconds);
   const double tokens = static_cast<double>(t.batch_size * config.model.seq_length);
   const double flops_per_token = train_flops_per_token(config.model, masked_in_row(config));
@@ -201,10 +202,10 @@ BenchResult bench_step(BenchContext& context) {
     step(eager);
     profile.emplace(wait_for_device);
     wait_for_device();
-    const double profile_from_s = bench_now_s();
+    const double profile_from_s = steady_now_s();
     for (int i = 0; i < kProfiledSteps; ++i) step(eager);
     wait_for_device();
-    profiled_s = bench_now_s() - profile_from_s;
+    profiled_s = steady_now_s() - profile_from_s;
     say_row("  parts of a step without graphs that waits for the device at each of them, %.1f ms:",
             1e3 * profiled_s / kProfiledSteps);
   }

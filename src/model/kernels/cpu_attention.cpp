@@ -50,14 +50,57 @@ struct Scratch {
     take(log_rows, s);
   }
 
-  // out [S][d], rounded, rows `ld` apart = a [S][lds] times pairs.
-  void multiply_all(const bf16* a, const std::uint32_t* pairs, bf16* out, std::int64_t ld) const {
-    multiply(s, d, s, a, lds, pairs, ldd, product, ldd);
-    avx512::round_rows(product, ldd, s, d, out, ld);
+  // out [rows][d], rounded, rows `ld` apart = a [rows][lds] times `depth` rows as pairs.
+  void multiply_all(std::int64_t rows, std::int64_t depth, const bf16* a, const std::uint32_t* pairs, bf16* out,
+                    std::int64_t ld) const {
+    multiply(rows, d, depth, a, lds, pairs, ldd, product, ldd);
+    avx512::round_rows(product, ldd, rows, d, out, ld);
   }
 };
 
 float scale_of(const HeadShape& shape) { return 1.0F / std::sqrt(static_cast<float>(shape.head_dim)); }
+
+// Some rows of a head, `stride` elements apart.
+struct Rows {
+  const bf16* first;
+  std::int64_t count, stride;
+
+  [[nodiscard]] const bf16* at(std::int64_t row) const { return first + row * stride; }
+};
+
+// P of these queries, and log_sum of their rows.
+void attend(const HeadShape& shape, const Scratch& t, const Rows& q, const bf16* k, const bf16* v, float* log_sum) {
+  avx512::pack_transposed_pairs(k, shape.stride, t.s, t.d, t.lds, t.k_transposed);
+  avx512::pack_row_pairs(v, shape.stride, t.s, t.d, t.ldd, t.v_or_do_pairs);
+  for (std::int64_t row = 0; row < q.count; row += kRows) {
+    const std::int64_t rows = std::min(kRows, q.count - row);
+    multiply(rows, t.s, t.d, q.at(row), q.stride, t.k_transposed, t.lds, t.scores, t.lds);
+    avx512::softmax(t.scores, t.lds, rows, t.s, scale_of(shape), t.p + row * t.lds, t.lds, log_sum + row);
+  }
+}
+
+// P and dS of these queries, and both transposed; the operands of the products that follow, as pairs. `even`: rows of q
+// and d_out to sum over, one more than theirs where their number is odd; that one is zero.
+void attend_backward(const HeadShape& shape, const Scratch& t, const Rows& q, const Rows& d_out, std::int64_t even,
+                     const bf16* k, const bf16* v, const float* log_sum) {
+  avx512::pack_transposed_pairs(k, shape.stride, t.s, t.d, t.lds, t.k_transposed);
+  avx512::pack_transposed_pairs(v, shape.stride, t.s, t.d, t.lds, t.v_transposed);
+  avx512::pack_row_pairs(k, shape.stride, t.s, t.d, t.ldd, t.k_pairs);
+  avx512::pack_row_pairs(q.first, q.stride, even, t.d, t.ldd, t.q_pairs);
+  avx512::pack_row_pairs(d_out.first, d_out.stride, even, t.d, t.ldd, t.v_or_do_pairs);
+  for (std::int64_t row = 0; row < q.count; row += kRows) {
+    const std::int64_t rows = std::min(kRows, q.count - row);
+    multiply(rows, t.s, t.d, q.at(row), q.stride, t.k_transposed, t.lds, t.scores, t.lds);
+    multiply(rows, t.s, t.d, d_out.at(row), d_out.stride, t.v_transposed, t.lds, t.d_scores, t.lds);
+    avx512::softmax_backward(t.scores, t.d_scores, t.lds, rows, t.s, scale_of(shape), log_sum + row, t.p + row * t.lds,
+                             t.ds + row * t.lds, t.lds);
+  }
+  if (even > q.count) {
+    for (bf16* rows : {t.p, t.ds}) std::fill_n(rows + q.count * t.lds, t.s, bf16{0});
+  }
+  avx512::transpose(t.p, t.lds, even, t.s, t.p_transposed, t.lds);
+  avx512::transpose(t.ds, t.lds, even, t.s, t.ds_transposed, t.lds);
+}
 
 }  // namespace
 
@@ -65,54 +108,28 @@ std::int64_t HeadShape::scratch_bytes() const { return Scratch(*this, nullptr).b
 
 void attend_head(const HeadShape& shape, const bf16* qkv, bf16* context, float* log_sum, void* memory) {
   const Scratch t(shape, memory);
-  avx512::pack_transposed_pairs(qkv + t.d, shape.stride, t.s, t.d, t.lds, t.k_transposed);
-  avx512::pack_row_pairs(qkv + 2 * t.d, shape.stride, t.s, t.d, t.ldd, t.v_or_do_pairs);
-  for (std::int64_t row = 0; row < t.s; row += kRows) {
-    const std::int64_t rows = std::min(kRows, t.s - row);
-    multiply(rows, t.s, t.d, qkv + row * shape.stride, shape.stride, t.k_transposed, t.lds, t.scores, t.lds);
-    avx512::softmax(t.scores, t.lds, rows, t.s, scale_of(shape), t.p + row * t.lds, t.lds, log_sum + row);
-  }
-  t.multiply_all(t.p, t.v_or_do_pairs, context, shape.context_stride);
+  attend(shape, t, {qkv, t.s, shape.stride}, qkv + t.d, qkv + 2 * t.d, log_sum);
+  t.multiply_all(t.s, t.s, t.p, t.v_or_do_pairs, context, shape.context_stride);
 }
 
 void attend_head_backward(const HeadShape& shape, const bf16* qkv, const bf16* d_context, const float* log_sum,
                           bf16* d_qkv, void* memory) {
   const Scratch t(shape, memory);
-  const bf16 *k = qkv + t.d, *v = qkv + 2 * t.d;
-  avx512::pack_transposed_pairs(k, shape.stride, t.s, t.d, t.lds, t.k_transposed);
-  avx512::pack_transposed_pairs(v, shape.stride, t.s, t.d, t.lds, t.v_transposed);
-  avx512::pack_row_pairs(k, shape.stride, t.s, t.d, t.ldd, t.k_pairs);
-  avx512::pack_row_pairs(qkv, shape.stride, t.s, t.d, t.ldd, t.q_pairs);
-  avx512::pack_row_pairs(d_context, shape.context_stride, t.s, t.d, t.ldd, t.v_or_do_pairs);
-  for (std::int64_t row = 0; row < t.s; row += kRows) {
-    const std::int64_t rows = std::min(kRows, t.s - row);
-    multiply(rows, t.s, t.d, qkv + row * shape.stride, shape.stride, t.k_transposed, t.lds, t.scores, t.lds);
-    multiply(rows, t.s, t.d, d_context + row * shape.context_stride, shape.context_stride, t.v_transposed, t.lds,
-             t.d_scores, t.lds);
-    avx512::softmax_backward(t.scores, t.d_scores, t.lds, rows, t.s, scale_of(shape), log_sum + row, t.p + row * t.lds,
-                             t.ds + row * t.lds, t.lds);
-  }
-  avx512::transpose(t.p, t.lds, t.s, t.s, t.p_transposed, t.lds);
-  avx512::transpose(t.ds, t.lds, t.s, t.s, t.ds_transposed, t.lds);
-  t.multiply_all(t.ds, t.k_pairs, d_qkv, shape.stride);                            // dQ = dS K
-  t.multiply_all(t.ds_transposed, t.q_pairs, d_qkv + t.d, shape.stride);           // dK = dS' Q
-  t.multiply_all(t.p_transposed, t.v_or_do_pairs, d_qkv + 2 * t.d, shape.stride);  // dV = P' dO
+  attend_backward(shape, t, {qkv, t.s, shape.stride}, {d_context, t.s, shape.context_stride}, t.s, qkv + t.d,
+                  qkv + 2 * t.d, log_sum);
+  t.multiply_all(t.s, t.s, t.ds, t.k_pairs, d_qkv, shape.stride);                            // dQ = dS K
+  t.multiply_all(t.s, t.s, t.ds_transposed, t.q_pairs, d_qkv + t.d, shape.stride);           // dK = dS' Q
+  t.multiply_all(t.s, t.s, t.p_transposed, t.v_or_do_pairs, d_qkv + 2 * t.d, shape.stride);  // dV = P' dO
 }
 
 void attend_picked(const HeadShape& shape, const HeadPicks& picks, const bf16* qkv, bf16* context, float* log_sum,
                    void* memory) {
   if (picks.count == 0) return;
   const Scratch t(shape, memory);
-  avx512::pack_transposed_pairs(qkv + t.d, shape.stride, t.s, t.d, t.lds, t.k_transposed);
-  avx512::pack_row_pairs(qkv + 2 * t.d, shape.stride, t.s, t.d, t.ldd, t.v_or_do_pairs);
   for (std::int64_t i = 0; i < picks.count; ++i) {
     std::copy_n(qkv + picks.position(i) * shape.stride, t.d, t.q_rows + i * t.ldd);
   }
-  for (std::int64_t row = 0; row < picks.count; row += kRows) {
-    const std::int64_t rows = std::min(kRows, picks.count - row);
-    multiply(rows, t.s, t.d, t.q_rows + row * t.ldd, t.ldd, t.k_transposed, t.lds, t.scores, t.lds);
-    avx512::softmax(t.scores, t.lds, rows, t.s, scale_of(shape), t.p + row * t.lds, t.lds, t.log_rows + row);
-  }
+  attend(shape, t, {t.q_rows, picks.count, t.ldd}, qkv + t.d, qkv + 2 * t.d, t.log_rows);
   multiply(picks.count, t.d, t.s, t.p, t.lds, t.v_or_do_pairs, t.ldd, t.product, t.ldd);
   for (std::int64_t i = 0; i < picks.count; ++i) {
     log_sum[picks.position(i)] = t.log_rows[i];
@@ -127,10 +144,6 @@ void attend_picked_backward(const HeadShape& shape, const HeadPicks& picks, cons
   const std::int64_t empty = picks.count == 0 ? 3 * t.d : t.d;
   for (std::int64_t r = 0; r < t.s; ++r) std::fill_n(d_qkv + r * shape.stride, empty, bf16{0});
   if (picks.count == 0) return;
-  const bf16 *k = qkv + t.d, *v = qkv + 2 * t.d;
-  avx512::pack_transposed_pairs(k, shape.stride, t.s, t.d, t.lds, t.k_transposed);
-  avx512::pack_transposed_pairs(v, shape.stride, t.s, t.d, t.lds, t.v_transposed);
-  avx512::pack_row_pairs(k, shape.stride, t.s, t.d, t.ldd, t.k_pairs);
   for (std::int64_t i = 0; i < picks.count; ++i) {
     std::copy_n(qkv + picks.position(i) * shape.stride, t.d, t.q_rows + i * t.ldd);
     std::copy_n(d_context + picks.row(i) * shape.context_stride, t.d, t.do_rows + i * t.ldd);
@@ -140,27 +153,15 @@ void attend_picked_backward(const HeadShape& shape, const HeadPicks& picks, cons
   const std::int64_t even = picks.count + picks.count % 2;
   if (even > picks.count) {
     for (bf16* rows : {t.q_rows, t.do_rows}) std::fill_n(rows + picks.count * t.ldd, t.d, bf16{0});
-    for (bf16* rows : {t.p, t.ds}) std::fill_n(rows + picks.count * t.lds, t.s, bf16{0});
   }
-  avx512::pack_row_pairs(t.q_rows, t.ldd, even, t.d, t.ldd, t.q_pairs);
-  avx512::pack_row_pairs(t.do_rows, t.ldd, even, t.d, t.ldd, t.v_or_do_pairs);
-  for (std::int64_t row = 0; row < picks.count; row += kRows) {
-    const std::int64_t rows = std::min(kRows, picks.count - row);
-    multiply(rows, t.s, t.d, t.q_rows + row * t.ldd, t.ldd, t.k_transposed, t.lds, t.scores, t.lds);
-    multiply(rows, t.s, t.d, t.do_rows + row * t.ldd, t.ldd, t.v_transposed, t.lds, t.d_scores, t.lds);
-    avx512::softmax_backward(t.scores, t.d_scores, t.lds, rows, t.s, scale_of(shape), t.log_rows + row,
-                             t.p + row * t.lds, t.ds + row * t.lds, t.lds);
-  }
-  avx512::transpose(t.p, t.lds, even, t.s, t.p_transposed, t.lds);
-  avx512::transpose(t.ds, t.lds, even, t.s, t.ds_transposed, t.lds);
+  attend_backward(shape, t, {t.q_rows, picks.count, t.ldd}, {t.do_rows, picks.count, t.ldd}, even, qkv + t.d,
+                  qkv + 2 * t.d, t.log_rows);
   multiply(picks.count, t.d, t.s, t.ds, t.lds, t.k_pairs, t.ldd, t.product, t.ldd);  // dQ = dS K
   for (std::int64_t i = 0; i < picks.count; ++i) {
     avx512::round_rows(t.product + i * t.ldd, t.ldd, 1, t.d, d_qkv + picks.position(i) * shape.stride, t.d);
   }
-  multiply(t.s, t.d, even, t.ds_transposed, t.lds, t.q_pairs, t.ldd, t.product, t.ldd);  // dK = dS' Q
-  avx512::round_rows(t.product, t.ldd, t.s, t.d, d_qkv + t.d, shape.stride);
-  multiply(t.s, t.d, even, t.p_transposed, t.lds, t.v_or_do_pairs, t.ldd, t.product, t.ldd);  // dV = P' dO
-  avx512::round_rows(t.product, t.ldd, t.s, t.d, d_qkv + 2 * t.d, shape.stride);
+  t.multiply_all(t.s, even, t.ds_transposed, t.q_pairs, d_qkv + t.d, shape.stride);           // dK = dS' Q
+  t.multiply_all(t.s, even, t.p_transposed, t.v_or_do_pairs, d_qkv + 2 * t.d, shape.stride);  // dV = P' dO
 }
 
 void release_attention() { at::native::cpublas::brgemm_release(); }
