@@ -6,27 +6,13 @@
 #include <cstring>
 #include <utility>
 
+#include "base/hdf5_handle.h"
+
 namespace cram {
 namespace {
 
-// Owns one HDF5 identifier.
-class Handle {
- public:
-  Handle(hid_t id, herr_t (*closer)(hid_t)) noexcept : id_(id), close_(closer) {}
-  Handle(Handle&& other) noexcept : id_(std::exchange(other.id_, -1)), close_(other.close_) {}
-  Handle& operator=(Handle&&) = delete;
-  ~Handle() {
-    if (id_ >= 0) close_(id_);
-  }
-  [[nodiscard]] hid_t get() const noexcept { return id_; }
-  [[nodiscard]] bool valid() const noexcept { return id_ >= 0; }
-  [[nodiscard]] herr_t close() noexcept { return close_(std::exchange(id_, -1)); }
-
- private:
-  hid_t id_;
-  herr_t (*close_)(hid_t);
-};
-static_assert(!std::is_copy_constructible_v<Handle>);
+static_assert(std::is_same_v<hid_t, std::int64_t> && std::is_same_v<herr_t, int>);
+static_assert(!std::is_copy_constructible_v<Hdf5Handle>);
 
 hid_t native_type(ArrayType type) {
   switch (type) {
@@ -58,6 +44,16 @@ void set_up_hdf5() {
   H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
 }
 
+Hdf5Handle hdf5_file_access() {
+  set_up_hdf5();
+  Hdf5Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
+  CRAM_CHECK(access.valid() && H5Pset_file_locking(access.get(), false, true) >= 0 &&
+                 H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110) >= 0 &&
+                 H5Pset_fclose_degree(access.get(), H5F_CLOSE_STRONG) >= 0,
+             ExitCode::kOther, "HDF5 failed: file access list");
+  return access;
+}
+
 std::size_t array_item_bytes(ArrayType type) {
   switch (type) {
     case ArrayType::kU16: return 2;
@@ -72,15 +68,13 @@ std::size_t array_item_bytes(ArrayType type) {
 struct ArrayFileWriter::State {
   std::string path;
   ExitCode code;
-  Handle file;
+  Hdf5Handle file;
 };
 
 ArrayFileWriter::ArrayFileWriter(const std::string& path, ExitCode code) {
-  set_up_hdf5();
-  Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
-  H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110);
+  const Hdf5Handle access = hdf5_file_access();
   errno = 0;
-  Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose);
+  Hdf5Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose);
   CRAM_CHECK(file.valid(), code, "cannot create ", path, ": ", errno != 0 ? std::strerror(errno) : "HDF5 refuses");
   state_.reset(new State{path, code, std::move(file)});
 }
@@ -89,14 +83,14 @@ ArrayFileWriter::~ArrayFileWriter() = default;
 
 void ArrayFileWriter::write(const std::string& name, const ArrayInfo& info, const void* data) {
   const std::vector<hsize_t> extents(info.shape.begin(), info.shape.end());
-  const Handle space(H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose);
-  const Handle links(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
+  const Hdf5Handle space(H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose);
+  const Hdf5Handle links(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
   H5Pset_create_intermediate_group(links.get(), 1);
-  const Handle creation(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
+  const Hdf5Handle creation(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
   H5Pset_obj_track_times(creation.get(), false);  // equal content gives equal bytes, whenever it is written
-  Handle array(H5Dcreate2(state_->file.get(), name.c_str(), stored_type(info.type), space.get(), links.get(),
-                          creation.get(), H5P_DEFAULT),
-               H5Dclose);
+  Hdf5Handle array(H5Dcreate2(state_->file.get(), name.c_str(), stored_type(info.type), space.get(), links.get(),
+                              creation.get(), H5P_DEFAULT),
+                   H5Dclose);
   const bool written =
       array.valid() && H5Dwrite(array.get(), native_type(info.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0;
   CRAM_CHECK(written && array.close() >= 0, state_->code, "writing ", name, " ", shape_text(info.shape), " to ",
@@ -112,12 +106,12 @@ void ArrayFileWriter::close() {
 struct ArrayFileReader::State {
   std::string path;
   ExitCode code;
-  Handle file;
+  Hdf5Handle file;
 };
 
 ArrayFileReader::ArrayFileReader(const std::string& path, ExitCode code) {
-  set_up_hdf5();
-  Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT), H5Fclose);
+  const Hdf5Handle access = hdf5_file_access();
+  Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose);
   CRAM_CHECK(file.valid(), code, "cannot read ", path, " as HDF5");
   state_.reset(new State{path, code, std::move(file)});
 }
@@ -134,10 +128,10 @@ bool ArrayFileReader::has(const std::string& name) const {
 
 ArrayInfo ArrayFileReader::info(const std::string& name) const {
   CRAM_CHECK(has(name), state_->code, state_->path, " has no array ", name);
-  const Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
+  const Hdf5Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
   CRAM_CHECK(array.valid(), state_->code, "cannot open ", name, " in ", state_->path);
-  const Handle space(H5Dget_space(array.get()), H5Sclose);
-  const Handle type(H5Dget_type(array.get()), H5Tclose);
+  const Hdf5Handle space(H5Dget_space(array.get()), H5Sclose);
+  const Hdf5Handle type(H5Dget_type(array.get()), H5Tclose);
   ArrayInfo result;
   const int dims = H5Sget_simple_extent_ndims(space.get());
   CRAM_CHECK(dims >= 0 && type.valid(), state_->code, "cannot read the shape of ", name, " in ", state_->path);
@@ -159,7 +153,7 @@ void ArrayFileReader::read(const std::string& name, const ArrayInfo& expected, v
   CRAM_CHECK(found.type == expected.type && found.shape == expected.shape, state_->code, name, " in ", state_->path,
              " has shape ", shape_text(found.shape), " in ", 8 * array_item_bytes(found.type), " bits, expected ",
              shape_text(expected.shape), " in ", 8 * array_item_bytes(expected.type));
-  const Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
+  const Hdf5Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
   CRAM_CHECK(
       array.valid() && H5Dread(array.get(), native_type(expected.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0,
       state_->code, "reading ", name, " from ", state_->path, " failed");

@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <array>
-#include <utility>
 #include <vector>
 
 #include "base/check.h"
 #include "base/digest.h"
 #include "base/file_io.h"
 #include "base/hdf5_file.h"
+#include "base/hdf5_handle.h"
 
 namespace cram {
 namespace {
@@ -18,62 +18,33 @@ namespace {
 constexpr const char* kMagic = "cram-shard";
 constexpr const char* kDataset = "input_ids";
 
-/// Owns one HDF5 identifier. Every id goes through here, so a failed call cannot be overlooked.
-class Hdf5Handle {
- public:
-  using Close = herr_t (*)(hid_t);
-  Hdf5Handle(hid_t id, Close close_function, const std::string& what) : id_(id), close_(close_function), what_(what) {
-    CRAM_CHECK(id >= 0, ExitCode::kData, "HDF5 failed: ", what);
-  }
-  Hdf5Handle(Hdf5Handle&& other) noexcept
-      : id_(std::exchange(other.id_, -1)), close_(other.close_), what_(std::move(other.what_)) {}
-  Hdf5Handle& operator=(Hdf5Handle&&) = delete;
-  ~Hdf5Handle() {
-    if (id_ >= 0) close_(id_);
-  }
-  [[nodiscard]] hid_t get() const noexcept { return id_; }
-  /// For writers: a close can be the call that finds the disk full.
-  void close() { CRAM_CHECK(close_(std::exchange(id_, -1)) >= 0, ExitCode::kData, "HDF5 failed closing: ", what_); }
-
- private:
-  hid_t id_;
-  Close close_;
-  std::string what_;
-};
-static_assert(!std::is_copy_constructible_v<Hdf5Handle>);
-
 void check(herr_t status, const std::string& what) { CRAM_CHECK(status >= 0, ExitCode::kData, "HDF5 failed: ", what); }
 
-/// File access for this project: no locks (shards are immutable and may lie on read-only or locked storage), a format
-/// that HDF5 1.10 and h5py read, everything closed with the file. The error stack is per thread and we report
-/// ourselves.
-Hdf5Handle file_access() {
-  set_up_hdf5();
-  Hdf5Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "file access list");
-  check(H5Pset_file_locking(access.get(), false, true), "switching file locks off");
-  check(H5Pset_libver_bounds(access.get(), H5F_LIBVER_EARLIEST, H5F_LIBVER_V110), "format bounds");
-  check(H5Pset_fclose_degree(access.get(), H5F_CLOSE_STRONG), "close degree");
-  return access;
+// Every identifier goes through here, so a failed call cannot be overlooked.
+Hdf5Handle checked(hid_t id, Hdf5Handle::Close closer, const std::string& what) {
+  CRAM_CHECK(id >= 0, ExitCode::kData, "HDF5 failed: ", what);
+  return {id, closer};
 }
 
 void write_integer(hid_t file, const char* name, std::int64_t value) {
-  const Hdf5Handle space(H5Screate(H5S_SCALAR), H5Sclose, name);
-  const Hdf5Handle attribute(H5Acreate2(file, name, H5T_STD_I64LE, space.get(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose,
-                             name);
+  const Hdf5Handle space = checked(H5Screate(H5S_SCALAR), H5Sclose, name);
+  const Hdf5Handle attribute =
+      checked(H5Acreate2(file, name, H5T_STD_I64LE, space.get(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose, name);
   check(H5Awrite(attribute.get(), H5T_NATIVE_INT64, &value), name);
 }
 
 void write_text(hid_t file, const char* name, const std::string& value) {
-  const Hdf5Handle type(H5Tcopy(H5T_C_S1), H5Tclose, name);
+  const Hdf5Handle type = checked(H5Tcopy(H5T_C_S1), H5Tclose, name);
   check(H5Tset_size(type.get(), value.size() + 1), name);
-  const Hdf5Handle space(H5Screate(H5S_SCALAR), H5Sclose, name);
-  const Hdf5Handle attribute(H5Acreate2(file, name, type.get(), space.get(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose, name);
+  const Hdf5Handle space = checked(H5Screate(H5S_SCALAR), H5Sclose, name);
+  const Hdf5Handle attribute =
+      checked(H5Acreate2(file, name, type.get(), space.get(), H5P_DEFAULT, H5P_DEFAULT), H5Aclose, name);
   check(H5Awrite(attribute.get(), type.get(), value.c_str()), name);
 }
 
 std::int64_t read_integer(hid_t file, const char* name) {
-  const Hdf5Handle attribute(H5Aopen(file, name, H5P_DEFAULT), H5Aclose, concat("no attribute ", name));
-  const Hdf5Handle space(H5Aget_space(attribute.get()), H5Sclose, name);
+  const Hdf5Handle attribute = checked(H5Aopen(file, name, H5P_DEFAULT), H5Aclose, concat("no attribute ", name));
+  const Hdf5Handle space = checked(H5Aget_space(attribute.get()), H5Sclose, name);
   CRAM_CHECK(H5Sget_simple_extent_npoints(space.get()) == 1, ExitCode::kData, "attribute ", name,
              " is no single number");
   std::int64_t value = 0;
@@ -83,9 +54,9 @@ std::int64_t read_integer(hid_t file, const char* name) {
 
 std::string read_text(hid_t file, const char* name) {
   constexpr std::size_t kLimit = 4096;
-  const Hdf5Handle attribute(H5Aopen(file, name, H5P_DEFAULT), H5Aclose, concat("no attribute ", name));
-  const Hdf5Handle space(H5Aget_space(attribute.get()), H5Sclose, name);
-  const Hdf5Handle type(H5Aget_type(attribute.get()), H5Tclose, name);
+  const Hdf5Handle attribute = checked(H5Aopen(file, name, H5P_DEFAULT), H5Aclose, concat("no attribute ", name));
+  const Hdf5Handle space = checked(H5Aget_space(attribute.get()), H5Sclose, name);
+  const Hdf5Handle type = checked(H5Aget_type(attribute.get()), H5Tclose, name);
   const std::size_t size = H5Tget_size(type.get());
   CRAM_CHECK(H5Tget_class(type.get()) == H5T_STRING && H5Tis_variable_str(type.get()) == 0 && size > 0 &&
                  size <= kLimit && H5Sget_simple_extent_npoints(space.get()) == 1,
@@ -148,12 +119,13 @@ constexpr const char* kImageName = "shard in memory";
 /// The bytes of the shard file, made in memory: HDF5 1.10 dies of a signal when a file it writes meets a full disk, and
 /// our own writer does not. Sets the digest of the ids that went in.
 std::string make_image(const ShardHeader& header, const FillRows& fill_rows, std::string& ids_digest) {
-  const Hdf5Handle access = file_access();
+  const Hdf5Handle access = hdf5_file_access();
   check(H5Pset_fapl_core(access.get(), kImageStep, /*backing_store=*/false), "memory driver");
-  const Hdf5Handle file(H5Fcreate(kImageName, H5F_ACC_TRUNC, H5P_DEFAULT, access.get()), H5Fclose, kImageName);
+  const Hdf5Handle file =
+      checked(H5Fcreate(kImageName, H5F_ACC_TRUNC, H5P_DEFAULT, access.get()), H5Fclose, kImageName);
   write_header(file.get(), header);
 
-  const Hdf5Handle creation(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "dataset properties");
+  const Hdf5Handle creation = checked(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "dataset properties");
   const Extent chunk = extent(kShardBlockRows, header.seq_length);
   check(H5Pset_chunk(creation.get(), 2, chunk.data()), "chunks");
   check(H5Pset_fletcher32(creation.get()), "checksum");
@@ -162,10 +134,11 @@ std::string make_image(const ShardHeader& header, const FillRows& fill_rows, std
   // The row dimension is unlimited on paper only: a chunk may not be larger than a fixed dimension.
   const Extent size = extent(header.rows, header.seq_length);
   const Extent maximum{H5S_UNLIMITED, size[1]};
-  const Hdf5Handle space(H5Screate_simple(2, size.data(), maximum.data()), H5Sclose, "dataset space");
+  const Hdf5Handle space = checked(H5Screate_simple(2, size.data(), maximum.data()), H5Sclose, "dataset space");
   const hid_t stored = header.vocab_size > 65536 ? H5T_STD_U32LE : H5T_STD_U16LE;
-  Hdf5Handle dataset(H5Dcreate2(file.get(), kDataset, stored, space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT),
-                     H5Dclose, "creating input_ids");
+  Hdf5Handle dataset =
+      checked(H5Dcreate2(file.get(), kDataset, stored, space.get(), H5P_DEFAULT, creation.get(), H5P_DEFAULT), H5Dclose,
+              "creating input_ids");
 
   Digest digest;
   std::vector<std::uint32_t> block;
@@ -179,12 +152,12 @@ std::string make_image(const ShardHeader& header, const FillRows& fill_rows, std
     digest.update(block.data(), block.size() * sizeof block[0]);
     select_rows(space.get(), first, count, header.seq_length);
     const Extent block_size = extent(count, header.seq_length);
-    const Hdf5Handle memory(H5Screate_simple(2, block_size.data(), nullptr), H5Sclose, "block space");
+    const Hdf5Handle memory = checked(H5Screate_simple(2, block_size.data(), nullptr), H5Sclose, "block space");
     check(H5Dwrite(dataset.get(), H5T_NATIVE_UINT32, memory.get(), space.get(), H5P_DEFAULT, block.data()),
           "writing rows");
   }
   ids_digest = digest.hex();
-  dataset.close();
+  check(dataset.close(), "closing input_ids");
   check(H5Fflush(file.get(), H5F_SCOPE_GLOBAL), "flushing");
   const ssize_t bytes = H5Fget_file_image(file.get(), nullptr, 0);
   CRAM_CHECK(bytes > 0, ExitCode::kData, "HDF5 failed: size of the file image");
@@ -199,10 +172,11 @@ std::string make_image(const ShardHeader& header, const FillRows& fill_rows, std
 struct ShardReader::State {
   State(const std::string& shard_path, const Hdf5Handle& access)
       : path(shard_path),
-        file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose, "it is no HDF5 file or not readable"),
+        file(checked(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose,
+                     "it is no HDF5 file or not readable")),
         header(read_header(file.get())),
-        dataset(H5Dopen2(file.get(), kDataset, H5P_DEFAULT), H5Dclose, "no dataset input_ids"),
-        space(H5Dget_space(dataset.get()), H5Sclose, "dataset space") {}
+        dataset(checked(H5Dopen2(file.get(), kDataset, H5P_DEFAULT), H5Dclose, "no dataset input_ids")),
+        space(checked(H5Dget_space(dataset.get()), H5Sclose, "dataset space")) {}
 
   std::string path;
   Hdf5Handle file;
@@ -217,7 +191,7 @@ struct ShardReader::State {
                    size == extent(header.rows, header.seq_length),
                ExitCode::kData, "input_ids is ", size[0], "x", size[1], ", the header says ", header.rows, "x",
                header.seq_length);
-    const Hdf5Handle type(H5Dget_type(dataset.get()), H5Tclose, "dataset type");
+    const Hdf5Handle type = checked(H5Dget_type(dataset.get()), H5Tclose, "dataset type");
     const std::size_t width = header.vocab_size > 65536 ? 4 : 2;
     CRAM_CHECK(H5Tget_class(type.get()) == H5T_INTEGER && H5Tget_sign(type.get()) == H5T_SGN_NONE &&
                    H5Tget_size(type.get()) == width,
@@ -231,7 +205,7 @@ struct ShardReader::State {
     set_up_hdf5();
     select_rows(space.get(), first, count, header.seq_length);
     const Extent size = extent(count, header.seq_length);
-    const Hdf5Handle memory(H5Screate_simple(2, size.data(), nullptr), H5Sclose, "block space");
+    const Hdf5Handle memory = checked(H5Screate_simple(2, size.data(), nullptr), H5Sclose, "block space");
     check(H5Dread(dataset.get(), H5T_NATIVE_UINT32, memory.get(), space.get(), H5P_DEFAULT, out),
           concat("reading rows [", first, ", ", first + count, ") of ", path, ": the checksum or the file is bad"));
     const std::uint32_t largest = *std::max_element(out, out + count * header.seq_length);
@@ -257,7 +231,7 @@ ShardFile write_shard(const std::filesystem::path& path, const ShardHeader& head
   std::string ids_digest;
   const std::string image = make_image(header, fill_rows, ids_digest);
   {
-    const Hdf5Handle access = file_access();
+    const Hdf5Handle access = hdf5_file_access();
     check(H5Pset_fapl_core(access.get(), kImageStep, /*backing_store=*/false), "memory driver");
     check(H5Pset_file_image(access.get(), const_cast<char*>(image.data()), image.size()), "file image");  // is copied
     const ShardReader::State read_back(kImageName, access);
@@ -279,7 +253,7 @@ ShardReader& ShardReader::operator=(ShardReader&&) noexcept = default;
 ShardReader::~ShardReader() = default;
 
 ShardReader ShardReader::open(const std::filesystem::path& path) {
-  const Hdf5Handle access = file_access();
+  const Hdf5Handle access = hdf5_file_access();
   try {
     auto state = std::make_unique<State>(path.string(), access);
     state->check_dataset();
