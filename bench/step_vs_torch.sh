@@ -11,23 +11,25 @@ while [ $# -gt 0 ]; do
   case $1 in
     --rounds) rounds=${2-}; shift $(($# > 1 ? 2 : 1)) ;;
     --seconds) seconds=${2-}; shift $(($# > 1 ? 2 : 1)) ;;
-    --only) only=${2-}; shift $(($# > 1 ? 2 : 1)) ;;
+    --only) only=${2:--}; shift $(($# > 1 ? 2 : 1)) ;;
     --check) check=true; shift ;;
     *) rounds=""; break ;;
   esac
 done
 [[ $rounds =~ ^[1-9][0-9]*$ && $seconds =~ ^[1-9][0-9]*$ ]] ||
   { echo "usage: bench/step_vs_torch.sh [--rounds N] [--seconds S] [--only MODEL] [--check]" >&2; exit 2; }
+# model layers hidden heads ffn vocabulary micro-batch
+models="16x768-32 16 768 12 3072 32768 32
+16x768-64 16 768 12 3072 32768 64
+4x256-32 4 256 4 1024 4096 32"
+
+[ -z "$only" ] || grep -q "^$only " <<< "$models" ||
+  { echo "step_vs_torch: no model is called $only, but: $(cut -d ' ' -f 1 <<< "$models" | xargs)" >&2; exit 2; }
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 unset OMP_NUM_THREADS  # one rank, all processors
 need_python
 smaller() { awk -v a="$1" -v b="$2" 'BEGIN { print (a == "" || b < a) ? b : a }'; }
 calculate() { awk "BEGIN { printf \"%.6g\", $1 }"; }
-
-# model layers hidden heads ffn vocabulary micro-batch
-models="16x768-32 16 768 12 3072 32768 32
-16x768-64 16 768 12 3072 32768 64
-4x256-32 4 256 4 1024 4096 32"
 
 echo "machine: $(lscpu | sed -n 's/^Model name: *//p' | head -n 1), $(nproc) processors, $(grep -q amx_bf16 /proc/cpuinfo && echo AMX || { grep -q avx512_bf16 /proc/cpuinfo && echo 'AVX512-BF16, no AMX' || echo 'no bf16 unit'; })"
 printf '%-12s %8s %8s %8s %8s %8s | %6s %6s %6s %6s\n' row ours eager32 comp32 eager16 comp16 best eager32 bound gemm
@@ -93,6 +95,5 @@ while read -r model layers hidden heads ffn vocabulary micro; do
     report 8 measured
   fi
 done <<< "$models"
-[ -n "$best_ratio" ] || { echo "step_vs_torch: no model is called $only" >&2; exit 2; }
 # The worst row of each.
 echo "RESULT best_peer_ratio=$best_ratio eager_fp32_ratio=$eager_ratio gemm_bound_fraction=$bound gemm_share=$share"

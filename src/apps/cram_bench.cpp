@@ -72,7 +72,11 @@ int run(int argc, char** argv) {
       command.has("seconds") ? parse_double(command.value("seconds"), "--seconds") : BenchContext::kMeasure_s;
   CRAM_CHECK(measure_s > 0 && measure_s <= BenchContext::kLongest_s, ExitCode::kUsage, "--seconds ", measure_s,
              ": expected more than 0 and at most ", BenchContext::kLongest_s);
+  CRAM_CHECK(!command.has("seconds") || chosen->takes_seconds, ExitCode::kUsage, "cram_bench ", name,
+             " takes no --seconds; step does");
   const Launch launch = detect_launch();
+  CRAM_CHECK(launch.world_size == 1 || chosen->takes_ranks, ExitCode::kUsage, "cram_bench ", name,
+             " measures one process, and ", launch.world_size, " ranks were started; start it without mpirun");
   configure_log({.rank = launch.rank, .world_size = launch.world_size, .says = !command.has("json")});
   const MpiEnvironment mpi(launch, &argc, &argv);
   return guarded_main("cram_bench",

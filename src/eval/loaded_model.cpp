@@ -21,7 +21,7 @@ std::string newest_of_run(const std::string& run_folder) {
   for (auto step = all.rbegin(); step != all.rend(); ++step) {
     try {
       (void)verify_checkpoint(*step);
-      if (!reasons.empty()) log_warning("newer checkpoints are damaged, taking ", *step, ":", reasons);
+      if (!reasons.empty()) log_warning("newer checkpoints do not verify, taking ", *step, ":", reasons);
       return *step;
     } catch (const Error& error) {
       reasons += concat("\n  ", *step, ": ", error.what());

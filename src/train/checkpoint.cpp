@@ -1,9 +1,12 @@
 #include "train/checkpoint.h"
 
 #include <torch/types.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -285,23 +288,48 @@ CheckpointInfo verify_checkpoint(const std::string& step_folder) {
   return info;
 }
 
+namespace {
+
+// One that may not be read may be good: it is neither damaged nor passed over.
+void check_readable(const fs::path& step) {
+  const auto check = [](const fs::path& path, int how) {
+    CRAM_CHECK(::access(path.c_str(), how) == 0 || errno != EACCES, kInvalid, "cannot read the checkpoint's ",
+               path.string(), ": ", std::strerror(errno), "; make it readable and run the same command again");
+  };
+  check(step, R_OK | X_OK);
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(step, error)) check(entry.path(), R_OK);
+}
+
+void set_aside(const std::string& bad, const std::string& reason, const std::string& valid) {
+  std::string aside = bad + ".damaged";
+  for (int number = 2; fs::exists(aside); ++number) aside = concat(bad, ".damaged-", number);
+  try {
+    rename_path(bad, aside, kInvalid);
+  } catch (const Error& error) {
+    fail(kInvalid, bad, " is damaged (", reason, ") and could not be set aside: ", error.what(), "; ", valid,
+         " is valid, the run goes on from it once the folder can be written");
+  }
+  log_warning("checkpoint set aside as ", aside, ": ", reason);
+}
+
+}  // namespace
+
 std::optional<CheckpointFolder::Found> CheckpointFolder::newest_valid() {
   const std::vector<std::string> all = committed();
   std::vector<std::pair<std::string, std::string>> damaged;  // path, reason
   for (auto path = all.rbegin(); path != all.rend(); ++path) {
+    check_readable(*path);
+    std::optional<Found> found;
     try {
-      Found found{*path, verify_checkpoint(*path)};
-      for (const auto& [bad, reason] : damaged) {
-        std::string aside = bad + ".damaged";
-        for (int number = 2; fs::exists(aside); ++number) aside = concat(bad, ".damaged-", number);
-        log_warning("checkpoint set aside as ", aside, ": ", reason);
-        rename_path(bad, aside, kInvalid);
-      }
-      if (!damaged.empty()) log_warning("going on from the checkpoint before it, ", *path);
-      return found;
+      found = Found{*path, verify_checkpoint(*path)};
     } catch (const Error& error) {
       damaged.emplace_back(*path, error.what());
+      continue;
     }
+    for (const auto& [bad, reason] : damaged) set_aside(bad, reason, *path);
+    if (!damaged.empty()) log_warning("going on from the checkpoint before it, ", *path);
+    return found;
   }
   if (damaged.empty()) {
     // Set aside earlier, and whatever was valid then is gone: that is no reason to start over silently.

@@ -21,12 +21,12 @@ constexpr double kNearlyAsFast = 0.98;
 constexpr std::size_t kLargestFile = 1 << 20;
 
 // An object, or an empty one where there is nothing to read.
-json read_cache(const std::string& file) {
+json read_cache(const std::string& file, bool warns) {
   std::error_code error;
   if (file.empty() || !fs::exists(file, error)) return json::object();
   json found = json::parse(read_file(file, ExitCode::kOther, kLargestFile), nullptr, /*allow_exceptions=*/false);
   if (found.is_object()) return found;
-  log_warning(file, " is damaged: the micro-batch sizes remembered there are lost");
+  if (warns) log_warning(file, " is damaged: the micro-batch sizes remembered there are lost");
   return json::object();
 }
 
@@ -92,13 +92,13 @@ std::string MicroBatchCache::default_file() {
     return std::string(value == nullptr ? "" : value);
   };
   const std::string cache = variable("XDG_CACHE_HOME"), home = variable("HOME");
-  if (!cache.empty()) return cache + "/cram/micro_batch.json";
+  if (cache.rfind('/', 0) == 0) return cache + "/cram/micro_batch.json";
   return home.empty() ? "" : home + "/.cache/cram/micro_batch.json";
 }
 
 std::optional<std::int64_t> MicroBatchCache::find(const std::string& key) const {
   try {
-    const json all = read_cache(file_);
+    const json all = read_cache(file_, /*warns=*/true);
     const auto entry = all.find(key);
     if (entry == all.end() || !entry->is_number_integer()) return std::nullopt;
     return entry->get<std::int64_t>();
@@ -114,7 +114,7 @@ void MicroBatchCache::remember(const std::string& key, std::int64_t rows) const 
     return;
   }
   try {
-    json all = read_cache(file_);
+    json all = read_cache(file_, /*warns=*/false);
     all[key] = rows;
     make_folders(fs::path(file_).parent_path());
     write_file_atomically(file_, all.dump(1) + "\n");

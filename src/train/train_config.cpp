@@ -197,11 +197,12 @@ void resolve_train_config(Config& config, const Layout& layout) {
     const std::string way_out =
         t.batch_quantum % ranks == 0
             ? concat("nearest legal micro-batch: ", nearest_divisor(t.batch_quantum / ranks, micro_batch))
-            : concat("no micro-batch fits, take another number of data ranks or train.batch_quantum=",
+            : concat("no micro-batch fits, take another number of data ranks or ",
+                     t.batch_ramp == 0 ? "train.batch_size=" : "train.batch_quantum=",
                      nearest_multiples(t.batch_quantum, per_micro_step));
     fail(kBad, "train.batch_quantum=", t.batch_quantum,
          t.batch_ramp == 0 ? " (the batch size, since the ramp is off)" : "", " is not a multiple of ", layout.data,
-         " data ranks x train.micro_batch_size=", micro_batch,
+         " data ranks", t.micro_batch_size > 0 ? concat(" x train.micro_batch_size=", micro_batch) : "",
          group > 1 ? concat(" x ", group, " stages (interleaved)") : "", "; ", way_out);
   }
   for (const auto& [key, timeout] :

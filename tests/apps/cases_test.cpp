@@ -224,6 +224,8 @@ TEST(Bench, RefusesWhatItDoesNotTake) {
   refused({"steps"}, "no measurement is called steps");
   refused({"step", "gemm"}, "takes 0 names besides section.key=value, got 1: gemm");
   refused({"compare", "run"}, "takes 2 names");
+  refused({"gemm", "--seconds", "2"}, "takes no --seconds");
+  refused({"step", "model.seq_length=1"}, "masks no token");
   for (const char* seconds : {"0", "-1", "nan", "1e9"}) refused({"step", "--seconds", seconds}, "--seconds");
 }
 

@@ -60,6 +60,43 @@ TEST(Newcomer, ACopiedCheckpointIsSetAside) {
   EXPECT_TRUE(contains(resumed.out, "holds step 2") && contains(resumed.out, "resuming after step 4")) << resumed.out;
 }
 
+// As nobody, because root may read everything.
+TEST(Newcomer, WhatMayNotBeReadOrRenamedIsNotTakenForDamage) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::string> run = tiny_train(out / "r", {"train.budget=8steps", "checkpoint.every=2steps"});
+  ASSERT_EQ(run_program(with(run, {"run.stop_after=4steps"}), where).exit_code, 0);
+  const std::string as_nobody = "exec setpriv --reuid=65534 --regid=65534 --clear-groups ";
+  if (::geteuid() != 0 ||
+      shell("chmod -R a+rX " + where + "; chmod a+rx " + out.path().string() + "; chown -R 65534 " + (out / "r"), where)
+              .exit_code != 0 ||
+      shell(as_nobody + line({"cram_train", "--version"}), where).exit_code != 0 ||
+      shell(as_nobody + "ls " + where + " " + (out / "r"), where).exit_code != 0) {
+    GTEST_SKIP() << "needs root, and programs and data that nobody may read";
+  }
+  const std::string newest = out / "r/checkpoints/step-000000004";
+  ASSERT_EQ(shell("chmod 0 " + newest + "/rank-00000.h5", where).exit_code, 0);
+  const ProgramResult unreadable = shell(as_nobody + line(run), where);
+  EXPECT_EQ(unreadable.exit_code, 20) << unreadable.out;
+  EXPECT_TRUE(contains(unreadable.out, "make it readable")) << unreadable.out;
+  EXPECT_TRUE(std::filesystem::exists(newest));
+
+  ASSERT_EQ(shell("chmod 600 " + newest + "/rank-00000.h5; printf XXXX | dd of=" + newest +
+                      "/rank-00000.h5 bs=1 seek=3000 conv=notrunc; chmod a-w " + (out / "r/checkpoints"),
+                  where)
+                .exit_code,
+            0);
+  const ProgramResult stuck = shell(as_nobody + line(run), where);
+  EXPECT_EQ(stuck.exit_code, 20) << stuck.out;
+  EXPECT_TRUE(contains(stuck.out, "could not be set aside") && contains(stuck.out, "step-000000002 is valid"))
+      << stuck.out;
+  EXPECT_FALSE(contains(stuck.out, "all damaged") || contains(stuck.out, "--fresh")) << stuck.out;
+  ASSERT_EQ(shell("chmod u+w " + (out / "r/checkpoints"), where).exit_code, 0);
+  const ProgramResult resumed = shell(as_nobody + line(run), where);
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.out;
+  EXPECT_TRUE(contains(resumed.out, "resuming after step 2")) << resumed.out;
+}
+
 TEST(Newcomer, OnlyDamagedCheckpointsLeftIsNoFreshStart) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;

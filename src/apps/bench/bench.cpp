@@ -9,15 +9,15 @@ namespace cram {
 
 const std::vector<Bench>& benches() {
   static const std::vector<Bench> table = {
-      {"step", "tokens/s of a training step, its parts, and its matrix products alone", bench_step},
+      {"step", "tokens/s of a training step, its parts, and its matrix products alone", bench_step, 0, true, true},
       {"gemm", "the step's matrix products, shape by shape: ATen's and our own", bench_gemm},
       {"kernels", "fused kernels against their compositions: time, bytes, bandwidth", bench_kernels},
       {"optimizer", "the optimizer step of the whole model against streaming its bytes once", bench_optimizer},
       {"loader", "rows/s of the data path (data.shards=FOLDER)", bench_loader},
       {"parallel", "a step's computing, hidden and exposed communication, and the efficiency of more data ranks",
-       bench_parallel},
+       bench_parallel, 0, true},
       {"pipeline", "bubbles of 1F1B and interleaved schedules against their formulas (mpirun -n STAGES)",
-       bench_pipeline},
+       bench_pipeline, 0, true},
       {"compare", "RUN RUN: differences of losses, gradient norms and weights; bytes sent against the formulas",
        bench_compare, 2},
   };

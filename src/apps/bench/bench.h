@@ -42,7 +42,9 @@ struct Bench {
   const char* name;
   const char* help;
   BenchResult (*run)(BenchContext&);
-  std::size_t paths = 0;  ///< bare arguments it takes
+  std::size_t paths = 0;       ///< bare arguments it takes
+  bool takes_ranks = false;    ///< measures several ranks; the others are of one process
+  bool takes_seconds = false;  ///< --seconds
 };
 
 /// Every measurement there is.

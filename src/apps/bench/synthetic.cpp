@@ -17,6 +17,9 @@ void prepare_synthetic(Config& config, const Layout& layout) {
   }
   resolve_train_config(config, layout);
   check_model_config(config.model);
+  CRAM_CHECK(masked_in_row(config) > 0, ExitCode::kUsage, "train.mask_rate=", config.train.mask_rate,
+             " masks no token of a row of model.seq_length=", config.model.seq_length,
+             "; a step would predict nothing");
 }
 
 }  // namespace cram
