@@ -5,15 +5,16 @@
 #include <algorithm>
 #include <cmath>
 #include <new>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
 #include "train/metrics.h"
 #include "train/micro_batch_search.h"
-#include "train/micro_steps.h"
 #include "train/run_plan.h"
 #include "train/synthetic_batches.h"
+#include "train/training_step.h"
 
 namespace cram {
 namespace {
@@ -26,16 +27,28 @@ std::string cache_key(const Config& config, const Layout& layout, const DeviceCh
   return micro_batch_key(config, layout, concat(choice.model_name, ", ", choice.threads, " threads"));
 }
 
+// A model to measure with: its own, so that nothing of it is left when the run's is built.
+struct Trial {
+  ParameterStore store;
+  Model model;
+
+  Trial(const Config& config, const Mesh& mesh, const DeviceChoice& choice)
+      : model(config.model, store, make_placement(config, mesh), config.train.objective) {
+    store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer),
+                   make_partition(config, mesh));
+    store.initialize(0);
+  }
+};
+
 // Seconds of one flush of micro-steps of this size, the same on every rank: rank 0's median. `stop` is collective.
-double measure(const Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
-               std::int64_t micro_batches, const std::function<bool()>& stop) {
-  SyntheticBatches batches(config, mesh.place().dp_rank, /*pin_memory=*/store.device().is_cuda());
-  GradSync sync = make_grad_sync(store, mesh, /*overlap=*/false);
-  MicroSteps steps(encoder, store, sync, mesh, config, [&] { return batches.next(); });
+double measure(const Config& config, const Mesh& mesh, Trial& trial, std::int64_t micro_batches,
+               const std::function<bool()>& stop) {
+  SyntheticBatches batches(config, mesh.place().dp_rank, /*pin_memory=*/trial.store.device().is_cuda());
+  TrainingStep step(trial.model, trial.store, mesh, training_step_settings(config), batches);
   const auto flush = [&] {
     const double from_s = steady_now_s();
-    (void)steps.run_batch(1, 0, micro_batches, {}, /*exchange=*/false);
-    (void)steps.totals();  // waits for the device
+    step.accumulate({.micro_batches = micro_batches});
+    (void)step.own_totals();  // waits for the device
     return steady_now_s() - from_s;
   };
   (void)flush();  // takes memory and makes kernels
@@ -58,20 +71,19 @@ std::optional<std::int64_t> remembered_micro_batch(const Config& config, const L
   return known && std::find(candidates.begin(), candidates.end(), *known) != candidates.end() ? known : std::nullopt;
 }
 
-void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
-                        const DeviceChoice& choice, const StopSignals& signals) {
+std::int64_t choose_micro_batch(const Config& config, const Mesh& mesh, const DeviceChoice& choice,
+                                const StopSignals& signals) {
   const Layout& layout = mesh.layout();
   const auto known = static_cast<std::int64_t>(broadcast_value(
       mesh.world(), static_cast<double>(remembered_micro_batch(config, layout, choice).value_or(kAutoMicroBatch))));
   if (known != kAutoMicroBatch) {
-    config.train.micro_batch_size = known;
     say("train.micro_batch_size=auto: ", known, ", measured before for this device and model");
-    return;
+    return known;
   }
   const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
   say("train.micro_batch_size=auto: measuring sizes from ", candidates.front(), " to ", candidates.back());
   const double from_s = steady_now_s();
-  store.initialize(0);
+  std::optional<Trial> parts(std::in_place, config, mesh, choice);
   Config trial = config;
   const std::int64_t micro_batches = layout.pipeline == 1 ? 1 : 2 * layout.pipeline;
   double seconds_a_row = 0;
@@ -81,11 +93,12 @@ void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, Para
     trial.train.micro_batch_size = rows;
     // Enough memory on every rank, by estimate: a rank that ran out alone would leave the others waiting.
     const RunPlanned plan = plan_run(trial, layout, rows * layout.data * micro_batches, masked_in_row(trial));
+    return_free_memory();  // what a smaller size used says nothing about this one
     const double needed = plan.stages[static_cast<std::size_t>(mesh.place().pp_rank)].activation_bytes;
     const bool fits = needed < free_memory_bytes(choice);
     if (agree_on_largest(mesh.world(), fits ? 0 : 1) != 0) return std::nullopt;
     try {
-      const double seconds = measure(trial, mesh, encoder, store, micro_batches, stop);
+      const double seconds = measure(trial, mesh, *parts, micro_batches, stop);
       seconds_a_row = seconds / static_cast<double>(rows);
       return static_cast<double>(rows * micro_batches * layout.data * config.model.seq_length) / seconds;
     } catch (const c10::OutOfMemoryError&) {
@@ -101,11 +114,11 @@ void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, Para
     return broadcast_value(mesh.world(), steady_now_s() - from_s + next_s) > kSearch_s;
   };
   const MicroBatchFound found = search_micro_batch(candidates, tokens_per_s, out_of_time);
-  store.zero_grad();
-  config.train.micro_batch_size = found.rows;
+  parts.reset();
+  return_free_memory();
   if (interrupted) {  // the run itself ends before its first step
     say("train.micro_batch_size=auto: interrupted, nothing is remembered");
-    return;
+    return found.rows;
   }
   if (mesh.world().rank() == 0) {
     MicroBatchCache(MicroBatchCache::default_file()).remember(cache_key(config, layout, choice), found.rows);
@@ -117,6 +130,7 @@ void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, Para
   }
   say("train.micro_batch_size=auto: ", found.rows, " (tokens/s: ", tried, "; measured in ", std::llround(search_s),
       " s, outside the budget)");
+  return found.rows;
 }
 
 }  // namespace cram

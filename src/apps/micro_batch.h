@@ -3,7 +3,6 @@
 
 #include <optional>
 
-#include "model/encoder.h"
 #include "parallel/mesh.h"
 #include "train/device.h"
 #include "train/signals.h"
@@ -15,10 +14,10 @@ namespace cram {
 [[nodiscard]] std::optional<std::int64_t> remembered_micro_batch(const Config& config, const Layout& layout,
                                                                  const DeviceChoice& choice);
 
-/// Sets config.train.micro_batch_size, which is auto: to the size measured before for this device and model, else to
-/// the fastest of a short search with made-up rows, which is remembered. Collective over the mesh; `store` is
-/// allocated, its weights are overwritten. A signal ends the search; nothing is remembered then.
-void choose_micro_batch(Config& config, const Mesh& mesh, Encoder& encoder, ParameterStore& store,
-                        const DeviceChoice& choice, const StopSignals& signals);
+/// What train.micro_batch_size=auto is for `config`: the size measured before for this device and model, else the fastest
+/// of a short search with made-up rows, which is remembered. The search builds a model of its own and gives its memory
+/// back. Collective over the mesh, the same on every rank. A signal ends the search; nothing is remembered then.
+[[nodiscard]] std::int64_t choose_micro_batch(const Config& config, const Mesh& mesh, const DeviceChoice& choice,
+                                              const StopSignals& signals);
 
 }  // namespace cram

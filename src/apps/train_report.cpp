@@ -39,7 +39,7 @@ void print_start(const Config& config, const OptionTable& options, const DeviceC
   }
   say(line);
   const ModelConfig& m = config.model;
-  say("model: ", format_grouped(parameter_count(m)), " parameters, ",
+  say("model: ", format_grouped(parameter_count(m, config.train.objective)), " parameters, ",
       format_count(train_flops_per_token(m, masked_in_row(config))), "FLOP a trained token");
   const std::int64_t rows = data.train->rows();
   say("data: ", config.data.shards, ": ", format_grouped(rows), " rows x ", m.seq_length, " tokens (",
@@ -62,12 +62,12 @@ void print_start(const Config& config, const OptionTable& options, const DeviceC
   }
 }
 
-void show_fills(Encoder& encoder, at::Device device, const Tokenizer& tokenizer) {
+void show_fills(ForwardPass& pass, const ModelConfig& model, const Tokenizer& tokenizer) {
   for (const char* sentence : kSentences) {
     // Short rows or a small vocabulary may have no room for it.
-    if (sentence_tokens(tokenizer, sentence) > encoder.config().seq_length) continue;
+    if (sentence_tokens(tokenizer, sentence) > model.seq_length) continue;
     std::string line = concat("  ", sentence, "  ->");
-    const std::vector<FilledGap> gaps = fill_mask(encoder, device, tokenizer, sentence, 3);
+    const std::vector<FilledGap> gaps = fill_mask(pass, model, tokenizer, sentence, 3);
     for (const FilledGap::Candidate& c : gaps[0].candidates) {
       char percent[16];
       std::snprintf(percent, sizeof percent, "%.1f%%", 100 * c.probability);

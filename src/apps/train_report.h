@@ -7,9 +7,9 @@
 #include "base/options.h"
 #include "data/shard_set.h"
 #include "data/tokenizer.h"
-#include "model/encoder.h"
 #include "parallel/launch.h"
 #include "train/device.h"
+#include "train/forward_pass.h"
 #include "train/metrics.h"
 #include "train/train_config.h"
 
@@ -24,8 +24,8 @@ struct TrainData {
 void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
                  const TrainData& data);
 
-/// A few sentences with their gaps filled; collective over the encoder's groups.
-void show_fills(Encoder& encoder, at::Device device, const Tokenizer& tokenizer);
+/// A few sentences with their gaps filled; collective over the model's groups.
+void show_fills(ForwardPass& pass, const ModelConfig& model, const Tokenizer& tokenizer);
 
 /// The held-out loss beside that of guessing uniformly and by frequency.
 void print_baselines(const Config& config, const TrainData& data, const EvalRecord& eval);

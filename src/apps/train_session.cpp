@@ -11,6 +11,7 @@
 #include "apps/train_report.h"
 #include "base/log.h"
 #include "base/version.h"
+#include "data/loader.h"
 #include "eval/mlm.h"
 #include "parallel/agreement.h"
 #include "parallel/mesh.h"
@@ -171,6 +172,23 @@ void check_rows_can_be_shared(const Config& config, const Layout& layout) {
              " tensor ranks; choose a micro-batch that can");
 }
 
+// This rank's micro-batches. Stages between the first and the last see activations only: they read no data.
+std::unique_ptr<BatchSource> open_batches(const Config& config, const Mesh& mesh, const ParameterStore& store,
+                                          const TrainData& data, const Progress& progress) {
+  if (!mesh.is_first_stage() && !mesh.is_last_stage()) {
+    return std::make_unique<RowCounts>(config.train.micro_batch_size, config.model.seq_length);
+  }
+  LoaderSettings settings;
+  settings.dp_rank = mesh.place().dp_rank;
+  settings.dp_size = mesh.layout().data;
+  settings.micro_batch = config.train.micro_batch_size;
+  settings.seed = static_cast<std::uint64_t>(config.run.seed);
+  settings.mask_rate = config.train.mask_rate;
+  settings.shuffle = config.data.shuffle;
+  settings.pin_memory = store.device().is_cuda();
+  return std::make_unique<Loader>(data.train, settings, progress.consumed_samples);
+}
+
 struct OpenedRun {
   std::unique_ptr<RunFolder> folder;  // rank 0's
   std::string resume_from;            // a checkpoint; "" = step 0
@@ -254,8 +272,6 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
 
   const std::unique_ptr<Communicator> device_world = make_device_world(world, config, choice);
   const Mesh mesh(world, layout, device_world ? *device_world : world);
-  ParameterStore store;
-  Encoder encoder(config.model, store, make_placement(config, mesh));
   CheckpointInfo info;
   info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
   info.environment = describe_environment(choice, layout);
@@ -269,16 +285,18 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   print_ranks(mesh, choice, launch);
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit
-  store.allocate(choice.precision, choice.device, /*with_optimizer=*/true, make_partition(config, mesh));
   const bool searches = config.train.micro_batch_size == kAutoMicroBatch;
-  if (searches) choose_micro_batch(config, mesh, encoder, store, choice, signals);
+  if (searches) config.train.micro_batch_size = choose_micro_batch(config, mesh, choice, signals);
   info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
   if (searches) on_root(world, [&] { run.folder->describe(options, info.environment); });
   info.settings = options.values();
+  ParameterStore store;
+  Model model(config.model, store, make_placement(config, mesh), config.train.objective);
+  store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
   if (run.resume_from.empty()) {
     store.initialize(static_cast<std::uint64_t>(config.run.seed));
   } else {
-    load_checkpoint(run.resume_from, store, parameter_names(config.model));
+    load_checkpoint(run.resume_from, store, parameter_names(config.model, config.train.objective));
     say("resuming after step ", format_grouped(info.progress.step));
   }
   warn_if_disk_is_small(config, store, config.run.output);
@@ -286,15 +304,17 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   const Tokenizer tokenizer = Tokenizer::load(config.data.shards);
   const MlmEvalSettings eval_settings{config.eval.rows, config.train.micro_batch_size, config.train.mask_rate};
   const auto evaluate = [&] {
-    const EvalRecord record = evaluate_mlm(encoder, choice.device, *data.validation, eval_settings, mesh);
+    const EvalRecord record = evaluate_mlm(model, store, *data.validation, eval_settings, mesh);
     say("  held-out loss ", fixed3(record.loss), ", accuracy ", fixed3(100 * record.accuracy), "% of ",
         format_grouped(record.masked), " masked tokens");
-    show_fills(encoder, choice.device, tokenizer);
+    ForwardPass pass(model, store, mesh.pipeline());
+    show_fills(pass, config.model, tokenizer);
     return record;
   };
   Summary summary;
   {
-    Trainer trainer({config, mesh, encoder, store, data.train, signals, config.run.output, info, evaluate});
+    const std::unique_ptr<BatchSource> batches = open_batches(config, mesh, store, data, info.progress);
+    Trainer trainer({config, mesh, model, store, *batches, data.train->rows(), signals, config.run.output, info, evaluate});
     summary = trainer.run();
   }
   if (world.rank() == 0) {

@@ -23,33 +23,29 @@ class BatchBuilder {
       : settings_(settings),
         per_row_(masked_per_row(settings)),
         row_(static_cast<std::size_t>(settings.seq_length)),
-        pin_memory_(pin_memory) {
-    const auto int64 = at::TensorOptions().dtype(at::kLong);
-    batch_.rows = rows;
-    batch_.ids = at::empty({rows, settings.seq_length}, int64);
-    batch_.labels = at::empty({rows * per_row_}, int64);
-    batch_.positions = at::empty({rows * per_row_}, int64);
-  }
+        pin_memory_(pin_memory),
+        ids_(at::empty({rows, settings.seq_length}, at::kLong)),
+        labels_(at::empty({rows * per_row_}, at::kLong)),
+        positions_(at::empty({rows * per_row_}, at::kLong)) {}
 
   void add(ShardSet& shards, const SampleId& sample) {
     const std::int64_t s = settings_.seq_length;
     shards.read_rows(sample.row, 1, row_.data());
-    std::int64_t* positions = batch_.positions.mutable_data_ptr<std::int64_t>() + added_ * per_row_;
-    std::int64_t* labels = batch_.labels.mutable_data_ptr<std::int64_t>() + added_ * per_row_;
+    std::int64_t* positions = positions_.mutable_data_ptr<std::int64_t>() + added_ * per_row_;
+    std::int64_t* labels = labels_.mutable_data_ptr<std::int64_t>() + added_ * per_row_;
     mask_row(settings_, sample.epoch, sample.row, row_.data(), positions, labels);
     for (std::int64_t i = 0; i < per_row_; ++i) positions[i] += added_ * s;
-    std::int64_t* ids = batch_.ids.mutable_data_ptr<std::int64_t>() + added_ * s;
+    std::int64_t* ids = ids_.mutable_data_ptr<std::int64_t>() + added_ * s;
     for (std::size_t i = 0; i < row_.size(); ++i) ids[i] = static_cast<std::int64_t>(row_[i]);
     ++added_;
   }
 
-  [[nodiscard]] Batch take() {
-    if (pin_memory_) {
-      batch_.ids = batch_.ids.pin_memory();
-      batch_.labels = batch_.labels.pin_memory();
-      batch_.positions = batch_.positions.pin_memory();
-    }
-    return std::move(batch_);
+  [[nodiscard]] Batch take() const {
+    const Batch batch(ids_.size(0), settings_.seq_length,
+                      {{std::string(field::kIds), ids_},
+                       {std::string(field::kLabels), labels_},
+                       {std::string(field::kPositions), positions_}});
+    return pin_memory_ ? batch.map([](const at::Tensor& x) { return x.pin_memory(); }) : batch;
   }
 
  private:
@@ -57,8 +53,8 @@ class BatchBuilder {
   std::int64_t per_row_;
   std::vector<std::uint32_t> row_;  // [S]
   bool pin_memory_;
+  at::Tensor ids_, labels_, positions_;
   std::int64_t added_ = 0;
-  Batch batch_;
 };
 
 MaskSettings mask_settings(const ShardSet& shards, const LoaderSettings& settings) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "data/batch.h"
+#include "data/batch_source.h"
 #include "data/masking.h"
 #include "data/shard_set.h"
 
@@ -23,16 +23,14 @@ struct LoaderSettings {
 
 /// The stream of micro-batches of one data-parallel rank. The stream depends on (data, seed, mask_rate, shuffle,
 /// first_sample, micro_batch, dp) alone.
-class Loader {
+class Loader final : public BatchSource {
  public:
   Loader(std::shared_ptr<ShardSet> shards, const LoaderSettings& settings, std::int64_t first_sample);
-  ~Loader();
-  Loader(const Loader&) = delete;
-  Loader& operator=(const Loader&) = delete;
+  ~Loader() override;
 
   /// Micro-step j = 0, 1, ... of this rank: the `micro_batch` samples from first_sample + (j·dp_size +
   /// dp_rank)·micro_batch on. Blocks until it is ready; rethrows what stopped the reader thread.
-  [[nodiscard]] Batch next();
+  [[nodiscard]] Batch next() override;
 
  private:
   struct State;

@@ -5,6 +5,7 @@
 #include "base/file_io.h"
 #include "base/safetensors.h"
 #include "model/weights_io.h"
+#include "train/forward_pass.h"
 
 namespace cram {
 
@@ -21,10 +22,10 @@ void export_sample(LoadedModel& model, ShardSet& validation, std::int64_t rows, 
   validation.read_rows(0, rows, ids.data());
   const std::vector<std::int64_t> wide(ids.begin(), ids.end());
   const at::Tensor input = at::tensor(wide, at::kLong).view({rows, seq});
-  const at::Device device = model.store->device();
-  const at::Tensor every_position = at::arange(rows * seq, at::TensorOptions().dtype(at::kLong).device(device));
+  const std::unique_ptr<Communicator> alone = make_self_communicator();
+  ForwardPass pass(*model.model, *model.store, *alone);
   const at::Tensor logits =
-      model.encoder->logits(input.to(device), every_position).to(at::kFloat).cpu().contiguous();  // [N*S,V]
+      pass.outputs(input, at::arange(rows * seq, at::kLong)).to(at::kFloat).cpu().contiguous();  // [N*S,V]
   make_folders(output);
   write_safetensors(output + "/sample.safetensors",
                     {{"input_ids", "I64", {rows, seq}, input.const_data_ptr()},

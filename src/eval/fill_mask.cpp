@@ -48,17 +48,16 @@ std::int64_t sentence_tokens(const Tokenizer& tokenizer, const std::string& sent
   return static_cast<std::int64_t>(split_at_gaps(tokenizer, sentence).ids.size());
 }
 
-std::vector<FilledGap> fill_mask(Encoder& encoder, at::Device device, const Tokenizer& tokenizer,
+std::vector<FilledGap> fill_mask(ForwardPass& pass, const ModelConfig& model, const Tokenizer& tokenizer,
                                  const std::string& sentence, std::int64_t candidates) {
   const auto [ids, gaps] = split_at_gaps(tokenizer, sentence);
   CRAM_CHECK(!gaps.empty(), ExitCode::kUsage, "\"", sentence, "\" has no ", kGap);
   const auto length = static_cast<std::int64_t>(ids.size());
-  CRAM_CHECK(length <= encoder.config().seq_length, ExitCode::kUsage, "the sentence has ", length,
-             " tokens, the model's rows have ", encoder.config().seq_length);
+  CRAM_CHECK(length <= model.seq_length, ExitCode::kUsage, "the sentence has ", length,
+             " tokens, the model's rows have ", model.seq_length);
 
-  const at::Tensor input = at::tensor(ids, at::kLong).view({1, length}).to(device);
-  const at::Tensor logits =
-      encoder.logits(input, at::tensor(gaps, at::kLong).to(device)).to(at::kFloat).cpu();  // [gaps,V]
+  const at::Tensor input = at::tensor(ids, at::kLong).view({1, length});
+  const at::Tensor logits = pass.outputs(input, at::tensor(gaps, at::kLong)).to(at::kFloat).cpu();  // [gaps,V]
   logits.slice(1, 0, kSpecialTokens).fill_(-std::numeric_limits<float>::infinity());       // no words
   const auto [values, indices] =
       at::softmax(logits, 1).topk(std::min<std::int64_t>(candidates, logits.size(1) - kSpecialTokens), 1);

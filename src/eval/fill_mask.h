@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "data/tokenizer.h"
-#include "model/encoder.h"
+#include "train/forward_pass.h"
 
 namespace cram {
 
@@ -22,7 +22,7 @@ struct FilledGap {
 
 /// One entry for each "[MASK]" of the sentence. The sentence stands between two [SEP], as documents do in the corpus.
 /// Throws Error(kUsage) when it has no gap or does not fit the model's rows.
-[[nodiscard]] std::vector<FilledGap> fill_mask(Encoder& encoder, at::Device device, const Tokenizer& tokenizer,
+[[nodiscard]] std::vector<FilledGap> fill_mask(ForwardPass& pass, const ModelConfig& model, const Tokenizer& tokenizer,
                                                const std::string& sentence, std::int64_t candidates);
 
 }  // namespace cram

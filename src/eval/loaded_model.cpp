@@ -36,11 +36,12 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
   const fs::path path(checkpoint);
   LoadedModel model;
   Precision format = precision;
+  std::string objective = "mlm";
   const auto build = [&] {
     check_model_config(model.config);
     model.store = std::make_unique<ParameterStore>();
-    model.encoder = std::make_unique<Encoder>(model.config, *model.store);
-    model.store->allocate(format, device, /*with_optimizer=*/false);
+    model.model = std::make_unique<Model>(model.config, *model.store, objective);
+    model.store->allocate(format, device);
   };
   const bool exported = fs::is_directory(path) && fs::exists(path / "model.safetensors");
   if (exported || fs::is_regular_file(path)) {
@@ -60,6 +61,8 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
   for (const auto& [key, value] : model.info.settings) {
     if (table.find(key) != nullptr) table.set(key, value, model.origin);
   }
+  const auto trained_for = model.info.settings.find("train.objective");
+  if (trained_for != model.info.settings.end()) objective = trained_for->second;
   // The masters of an fp64 run are fp64; they are read as they are.
   const auto saved = model.info.settings.find("train.precision");
   if (saved != model.info.settings.end() && saved->second == "fp64") format = Precision::kFp64;

@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "model/encoder.h"
+#include "model/model.h"
 #include "train/checkpoint.h"
 
 namespace cram {
@@ -13,7 +13,7 @@ namespace cram {
 struct LoadedModel {
   ModelConfig config;
   std::unique_ptr<ParameterStore> store;
-  std::unique_ptr<Encoder> encoder;
+  std::unique_ptr<Model> model;
   CheckpointInfo info;  ///< empty for a safetensors file
   std::string origin;   ///< the step folder or file it came from
 };

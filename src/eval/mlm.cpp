@@ -5,24 +5,25 @@
 #include <algorithm>
 
 #include "data/loader.h"
+#include "train/forward_pass.h"
 
 namespace cram {
 
-EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation, const MlmEvalSettings& settings,
-                        const Mesh& mesh) {
+EvalRecord evaluate_mlm(Model& model, const ParameterStore& store, ShardSet& validation,
+                        const MlmEvalSettings& settings, const Mesh& mesh) {
   const MaskSettings masks{.seed = 0,
                            .vocab_size = validation.vocab_size(),
                            .seq_length = validation.seq_length(),
                            .mask_rate = settings.mask_rate};
   const std::int64_t rows = std::min(settings.rows, validation.rows());
   const at::Tensor totals = at::zeros({3}, at::kDouble);  // loss sum, correct, masked
+  ForwardPass pass(model, store, mesh.pipeline());
   const std::int64_t stride = settings.micro_batch * mesh.layout().data;
   for (std::int64_t first = settings.micro_batch * mesh.place().dp_rank; first < rows; first += stride) {
     const Batch batch = make_batch(validation, first, std::min(settings.micro_batch, rows - first), masks);
-    const Encoder::Evaluation result =
-        encoder.evaluate(batch.ids.to(device), batch.positions.to(device), batch.labels.to(device));
+    const Objective::Evaluation result = pass.evaluate(batch);
     totals.add_(at::tensor({result.loss_sum.item<double>(), static_cast<double>(result.correct.item<std::int64_t>()),
-                            static_cast<double>(batch.labels.numel())},
+                            static_cast<double>(batch[field::kLabels].numel())},
                            at::kDouble));
   }
   // Sums are on the last stage and equal on its tensor ranks: one of them adds.

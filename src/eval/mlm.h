@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "data/shard_set.h"
-#include "model/encoder.h"
+#include "model/model.h"
 #include "parallel/mesh.h"
 #include "train/metrics.h"
 
@@ -17,7 +17,7 @@ struct MlmEvalSettings {
 };
 
 /// Data ranks share the rows; the result is the same on every rank. Collective over the world.
-[[nodiscard]] EvalRecord evaluate_mlm(Encoder& encoder, at::Device device, ShardSet& validation,
+[[nodiscard]] EvalRecord evaluate_mlm(Model& model, const ParameterStore& store, ShardSet& validation,
                                       const MlmEvalSettings& settings, const Mesh& mesh);
 
 }  // namespace cram

@@ -15,9 +15,7 @@ ParamSpec dense_spec(const LinearSpec& spec, Cut cut, const TensorRegion& tensor
   ParamSpec param{.name = spec.name + ".weight",
                   .global_shape = {spec.out, spec.in},
                   .init = InitRule::kNormal,
-                  .init_value = spec.init_stddev,
-                  .decay = true,
-                  .fan_in = spec.in};
+                  .init_value = spec.init_stddev};
   if (cut == Cut::kNone) return param;
   param.slice_dim = cut == Cut::kOutput ? 0 : 1;
   param.slice_groups = cut == Cut::kOutput ? spec.output_groups : 1;
@@ -68,29 +66,26 @@ std::unique_ptr<Linear> make_dense(const LinearSpec& spec, ParameterStore& store
   return std::make_unique<DenseLinear>(spec, cut, store, tensor);
 }
 
-struct TableRow {
-  const char* structure;
-  const char* tp_style;
-  std::unique_ptr<Linear> (*make)(const LinearSpec&, ParameterStore&, const TensorRegion&);
-};
-
-constexpr TableRow kLinearTable[] = {
-    {"dense", "replicated", make_dense<Cut::kNone>},
-    {"dense", "column", make_dense<Cut::kOutput>},
-    {"dense", "row", make_dense<Cut::kInput>},
-};
-
 }  // namespace
 
-std::unique_ptr<Linear> make_linear(const std::string& structure, const std::string& tp_style, const LinearSpec& spec,
+Table<LinearStructure>& linear_structures() {
+  static Table<LinearStructure> table(
+      "linear structure",
+      {{"dense", make_dense<Cut::kNone>, make_dense<Cut::kOutput>, make_dense<Cut::kInput>}});
+  return table;
+}
+
+std::unique_ptr<Linear> make_linear(const std::string& structure, LinearStyle style, const LinearSpec& spec,
                                     ParameterStore& store, const TensorRegion& tensor) {
-  std::string supported;
-  for (const TableRow& row : kLinearTable) {
-    if (structure == row.structure && tp_style == row.tp_style) return row.make(spec, store, tensor);
-    supported += concat(supported.empty() ? "" : ", ", row.structure, "/", row.tp_style);
-  }
-  fail(ExitCode::kUsage, "linear structure ", structure, " with tensor-parallel style ", tp_style,
-       " is not supported; supported: ", supported);
+  const LinearStructure& row = linear_structures().at(structure);
+  const std::pair<LinearStructure::Make, const char*> made[] = {
+      {row.replicated, "replicated"}, {row.column, "column"}, {row.row, "row"}};
+  const auto& [make, style_name] = made[static_cast<int>(style)];
+  std::string styles;
+  for (const auto& [each, name] : made) styles += each == nullptr ? "" : concat(styles.empty() ? "" : ", ", name);
+  CRAM_CHECK(make != nullptr, ExitCode::kUsage, "linear structure ", structure, " has no tensor-parallel style ",
+             style_name, " (", spec.name, "); it has: ", styles);
+  return make(spec, store, tensor);
 }
 
 at::Tensor matmul(const at::Tensor& x, const at::Tensor& weight, kernels::WeightPanels& panels) {

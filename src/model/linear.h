@@ -1,4 +1,4 @@
-// Linear layers behind one table keyed by (structure, tensor-parallel style). A structure is one file; so far: dense.
+// Linear layers behind one table of structures (model.structure): a structure is one file and one row; so far: dense.
 //
 // Tensor-parallel styles (Shoeybi et al. 2019, section 3): "column" cuts the output, so forward needs nothing and the
 // input gradient is summed over the group; "row" cuts the input, so the output is summed and backward needs nothing. A
@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 
+#include "base/table.h"
 #include "model/kernels/panels.h"
 #include "model/parameter_store.h"
 #include "parallel/regions.h"
@@ -30,7 +31,8 @@ class Linear {
  public:
   /// What the backward pass needs; a structure keeps what it uses.
   struct Saved {
-    at::Tensor x;  // [N,in] as it was multiplied
+    at::Tensor x;                   // [N,in] as it was multiplied
+    std::vector<at::Tensor> more;  // whatever else
   };
   virtual ~Linear() = default;
   Linear(const Linear&) = delete;
@@ -47,9 +49,21 @@ class Linear {
   Linear() = default;
 };
 
-/// Makes the layer and registers its parameters; `tensor` is the tensor-parallel group and must outlive it. Throws
-/// Error(kUsage) naming the supported pairs for any other, and when the group does not divide the cut dimension.
-[[nodiscard]] std::unique_ptr<Linear> make_linear(const std::string& structure, const std::string& tp_style,
+/// How a structure makes its layers and registers their parameters; the group must outlive them. A style that it has not
+/// is null. Throws Error(kUsage) when the group does not divide the cut dimension.
+struct LinearStructure {
+  using Make = std::unique_ptr<Linear> (*)(const LinearSpec&, ParameterStore&, const TensorRegion&);
+  std::string name;
+  Make replicated = nullptr, column = nullptr, row = nullptr;
+};
+
+/// The legal values of model.structure.
+[[nodiscard]] Table<LinearStructure>& linear_structures();
+
+enum class LinearStyle { kReplicated, kColumn, kRow };
+
+/// The structure's layer of that style. Throws Error(kUsage) naming what there is.
+[[nodiscard]] std::unique_ptr<Linear> make_linear(const std::string& structure, LinearStyle style,
                                                   const LinearSpec& spec, ParameterStore& store,
                                                   const TensorRegion& tensor);
 

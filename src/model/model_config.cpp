@@ -2,6 +2,9 @@
 
 #include <utility>
 
+#include "model/linear.h"
+#include "model/positions.h"
+
 namespace cram {
 
 void add_model_options(OptionTable& table, ModelConfig& config) {
@@ -18,6 +21,9 @@ void add_model_options(OptionTable& table, ModelConfig& config) {
   table.add("model.seq_length", &config.seq_length, "tokens of a row; 0 takes the shards' value").range(0, kMany);
   table.add("model.dropout", &config.dropout, "dropout in pretraining; the recipe uses none").range(0, 0.99);
   table.add("model.preset", &config.preset, "architecture").choices({"crammed-bert"});
+  table.add("model.positions", &config.positions, "how the model knows where a token stands")
+      .choices(position_forms().names());
+  table.add("model.structure", &config.structure, "structure of the linear layers").choices(linear_structures().names());
   table
       .add("model.recompute", &config.recompute,
            "activations made again for the backward pass: none, attention probabilities (selective), all of a layer")
@@ -38,11 +44,6 @@ void check_model_config(const ModelConfig& config) {
   CRAM_CHECK(config.vocab_size > 5, kBad, "model.vocab_size=", config.vocab_size,
              " must exceed the 5 special tokens; leave it out to take the shards' value");
   CRAM_CHECK(config.seq_length > 0, kBad, "model.seq_length=", config.seq_length, " must be positive");
-}
-
-std::int64_t parameter_count(const ModelConfig& c) {
-  const std::int64_t layer = 4 * c.hidden * c.hidden + c.hidden * c.ffn + c.hidden * c.ffn / 2 + 4 * c.hidden;
-  return c.vocab_size * c.hidden + 1 + 2 * c.hidden + c.layers * layer + 2 * c.hidden;
 }
 
 double train_flops_per_token(const ModelConfig& c, std::int64_t masked_per_row) {

@@ -18,6 +18,8 @@ struct ModelConfig {
   std::int64_t seq_length = 0;  ///< 0 = the shards' value
   double dropout = 0;
   std::string preset = "crammed-bert";
+  std::string positions = "sinusoidal";
+  std::string structure = "dense";
   std::string recompute = "none";
 
   [[nodiscard]] std::int64_t head_dim() const { return hidden / heads; }
@@ -31,9 +33,6 @@ void add_model_options(OptionTable& table, ModelConfig& config);
 /// Throws Error(kUsage) unless every size is positive, heads divides hidden, and hidden and ffn are even.
 /// vocab_size and seq_length must be resolved.
 void check_model_config(const ModelConfig& config);
-
-/// Parameters of the whole model; the tied matrix counts once. 119,589,889 for the defaults at V = 32768.
-[[nodiscard]] std::int64_t parameter_count(const ModelConfig& config);
 
 /// Matrix-multiply FLOPs of one training token, forward and backward (3 x forward): linears 2*in*out, attention 4*S*H a
 /// layer, decoder 2*H*V on `masked_per_row` of S positions. 622,854,144 for the defaults at V = 32768, S = 128, 32

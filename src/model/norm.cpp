@@ -13,10 +13,7 @@ ParamId add_norm_parameter(const std::string& name, std::int64_t hidden, double 
                     .global_shape = {hidden},
                     .init = InitRule::kConstant,
                     .init_value = value,
-                    .decay = false,
-                    .full_precision = true,
-                    .fan_in = 1,
-                    .partial = partial});
+                    .traits = {.decay = false, .full_precision = true, .partial = partial}});
 }
 
 }  // namespace

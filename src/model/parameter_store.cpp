@@ -21,20 +21,39 @@ std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The parameter's slice of the full tensor of initial values, as fp64 on the CPU.
+// This rank's slice of the tensor of initial values, as fp64 on the CPU: value i of the whole tensor is the i-th of the
+// parameter's stream, so only the slice's runs are drawn.
 at::Tensor initial_values(const ParamSpec& spec, std::uint64_t seed) {
-  const at::Tensor full = at::empty(spec.global_shape, at::kDouble);
-  if (spec.init == InitRule::kConstant) {
-    full.fill_(spec.init_value);
-  } else {
-    const std::uint64_t key = stream_key(seed, spec.name);
-    auto* data = full.data_ptr<double>();
-    at::parallel_for(0, full.numel(), 1 << 16, [&](std::int64_t begin, std::int64_t end) {
-      fill_normal(key, static_cast<std::uint64_t>(begin), 0, spec.init_value, data + begin,
-                  static_cast<std::uint64_t>(end - begin));
-    });
-  }
-  return take_slice(full, spec);
+  const auto dim = static_cast<std::size_t>(spec.slice_dim);
+  std::vector<std::int64_t> shape = spec.global_shape;
+  const std::int64_t length = spec.slice_end - spec.slice_begin;
+  shape[dim] = spec.slice_groups * length;
+  const at::Tensor slice = at::zeros(shape, at::kDouble);
+  std::int64_t outer = 1, inner = 1;
+  for (std::size_t d = 0; d < dim; ++d) outer *= shape[d];
+  for (std::size_t d = dim + 1; d < shape.size(); ++d) inner *= shape[d];
+  const std::int64_t extent = spec.global_shape[dim] / spec.slice_groups;
+  const std::int64_t count = (std::min(spec.slice_end, extent) - std::min(spec.slice_begin, extent)) * inner;
+  const std::uint64_t key = stream_key(seed, spec.name);
+  auto* values = slice.data_ptr<double>();
+  // Piece p: group p % groups of outer index p / groups, contiguous here and in the whole tensor.
+  const std::int64_t pieces = outer * spec.slice_groups;
+  at::parallel_for(0, pieces, std::max<std::int64_t>(1, (1 << 16) / std::max<std::int64_t>(1, count)),
+                   [&](std::int64_t begin, std::int64_t end) {
+                     for (std::int64_t p = begin; p < end; ++p) {
+                       double* to = values + p * length * inner;
+                       if (spec.init == InitRule::kConstant) {
+                         std::fill_n(to, count, spec.init_value);
+                         continue;
+                       }
+                       const std::int64_t first = (p * extent + spec.slice_begin) * inner;
+                       if (count > 0) {
+                         fill_normal(key, static_cast<std::uint64_t>(first), 0, spec.init_value, to,
+                                     static_cast<std::uint64_t>(count));
+                       }
+                     }
+                   });
+  return slice;
 }
 
 }  // namespace
@@ -125,50 +144,102 @@ bool ParameterStore::has(const std::string& name) const {
   return std::any_of(entries_.begin(), entries_.end(), [&](const Entry& e) { return e.spec.name == name; });
 }
 
-void ParameterStore::allocate(Precision precision, at::Device device, bool with_optimizer, const Partition& partition) {
-  precision_ = precision;
-  device_ = device;
-  buffers_.clear();
+std::int64_t FlatBuffers::state_bytes() const {
+  std::int64_t bytes = 0;
+  for (const NamedTensor& state : states) bytes += static_cast<std::int64_t>(state.tensor.nbytes());
+  return bytes;
+}
+
+void ParameterStore::allocate(Precision precision, at::Device device, const StateLayout& layout,
+                              const Partition& partition) {
+  allocate(precision, device, &layout, partition);
+}
+
+void ParameterStore::allocate(Precision precision, at::Device device) { allocate(precision, device, nullptr, {}); }
+
+// Deals the parameters out to the flat buffers of their classes, in order.
+void ParameterStore::place_parameters(const StateLayout* layout) {
   for (std::size_t id = 0; id < entries_.size(); ++id) {
     Entry& entry = entries_[id];
-    const auto same_class = [&](const FlatBuffers& b) {
-      return b.decay == entry.spec.decay && b.full_precision == entry.spec.full_precision &&
-             b.sharded == entry.spec.is_sharded() && b.tied == entry.spec.tied && b.counts == entry.spec.counts &&
-             b.partial == entry.spec.partial;
-    };
-    auto buffer = std::find_if(buffers_.begin(), buffers_.end(), same_class);
+    ParamClass traits = entry.spec.traits;
+    traits.sharded = entry.spec.is_sharded();
+    if (layout != nullptr && layout->classify) layout->classify(entry.spec, traits);
+    auto buffer = std::find_if(buffers_.begin(), buffers_.end(),
+                               [&](const FlatBuffers& b) { return b.traits == traits; });
     if (buffer == buffers_.end()) {
-      FlatBuffers made;
-      made.decay = entry.spec.decay;
-      made.full_precision = entry.spec.full_precision;
-      made.sharded = entry.spec.is_sharded();
-      made.tied = entry.spec.tied;
-      made.counts = entry.spec.counts;
-      made.partial = entry.spec.partial;
-      buffer = buffers_.insert(buffers_.end(), std::move(made));
+      buffer = buffers_.insert(buffers_.end(), FlatBuffers());
+      buffer->traits = traits;
     }
     entry.buffer = static_cast<std::size_t>(buffer - buffers_.begin());
     entry.offset = buffer->numel;
     buffer->numel += round_up(local_numel(id), kParamAlignment);
   }
-  const at::TensorOptions master_options = at::TensorOptions().dtype(master_type(precision)).device(device);
-  const bool shared_out = partition.size > 1;
-  for (FlatBuffers& b : buffers_) {
+}
+
+// Whole matrices: data rank r owns the parameters that begin in the r-th equal part of the buffer. The largest share is
+// then at most the mean and the largest parameter; small ranks may own nothing.
+void ParameterStore::share_out(FlatBuffers& b, std::size_t index, const Partition& partition) const {
+  b.shared_out = partition.size > 1;
+  if (!b.traits.whole_matrices || !b.shared_out) {
     b.numel = round_up(b.numel, partition.alignment());
     b.buckets = cut_buckets(b.numel, partition);
-    const std::int64_t owned = b.numel / partition.size;
-    b.master = at::zeros({owned}, master_options);
-    const bool one_format = b.full_precision || working_type(precision) == master_type(precision);
-    b.working =
-        one_format && !shared_out
-            ? b.master
-            : at::zeros({b.numel}, master_options.dtype(one_format ? master_type(precision) : working_type(precision)));
-    if (with_optimizer) {
-      b.grad = at::zeros({b.numel}, master_options);
-      b.owned_grad = shared_out ? at::zeros({owned}, master_options) : b.grad;
-      b.exp_avg = at::zeros({owned}, master_options);
-      b.exp_avg_sq = at::zeros({owned}, master_options);
+    if (!b.shared_out) {
+      b.parts = {{0, b.numel, 0}};
+      return;
     }
+    for (const Bucket& bucket : b.buckets) b.parts.push_back({bucket.own_begin, bucket.own_end, bucket.at});
+    return;
+  }
+  Partition everything = partition;
+  everything.rank = 0;
+  everything.size = 1;
+  b.buckets = cut_buckets(b.numel, everything);
+  b.part_of_rank.resize(static_cast<std::size_t>(partition.size));
+  std::int64_t end = 0;
+  std::size_t owner = 0;
+  for (ParamId id = 0; id < entries_.size(); ++id) {
+    if (entries_[id].buffer != index) continue;
+    const std::int64_t begin = entries_[id].offset;
+    for (const auto next = static_cast<std::size_t>(begin * partition.size / b.numel); owner < next;) {
+      b.part_of_rank[owner++].end = end;
+      b.part_of_rank[owner].begin = end;
+    }
+    end = begin + round_up(local_numel(id), kParamAlignment);
+  }
+  for (b.part_of_rank[owner].end = end; ++owner < b.part_of_rank.size();) {
+    b.part_of_rank[owner] = {end, end, 0};
+  }
+  b.parts.push_back(b.part_of_rank[static_cast<std::size_t>(partition.rank)]);
+}
+
+void ParameterStore::make_tensors(FlatBuffers& b, const StateLayout* layout) const {
+  const at::TensorOptions master_options = at::TensorOptions().dtype(master_type(precision_)).device(device_);
+  std::int64_t owned = 0;
+  for (const OwnedPart& part : b.parts) owned += part.numel();
+  b.master = at::zeros({owned}, master_options);
+  const bool one_format = b.traits.full_precision || working_type(precision_) == master_type(precision_);
+  b.working =
+      one_format && !b.shared_out
+          ? b.master
+          : at::zeros({b.numel}, master_options.dtype(one_format ? master_type(precision_) : working_type(precision_)));
+  if (layout == nullptr) return;
+  b.grad = at::zeros({b.numel}, master_options);
+  b.owned_grad = !b.shared_out ? b.grad
+                 : b.traits.whole_matrices ? b.grad.narrow(0, b.parts[0].begin, owned)
+                                           : at::zeros({owned}, master_options);
+  if (!layout->states) return;
+  for (const std::string& name : layout->states(b.traits)) b.states.push_back({name, at::zeros({owned}, master_options)});
+}
+
+void ParameterStore::allocate(Precision precision, at::Device device, const StateLayout* layout,
+                              const Partition& partition) {
+  precision_ = precision;
+  device_ = device;
+  buffers_.clear();
+  place_parameters(layout);
+  for (std::size_t index = 0; index < buffers_.size(); ++index) {
+    share_out(buffers_[index], index, partition);
+    make_tensors(buffers_[index], layout);
   }
   for (std::size_t id = 0; id < entries_.size(); ++id) {
     Entry& entry = entries_[id];
@@ -179,10 +250,7 @@ void ParameterStore::allocate(Precision precision, at::Device device, bool with_
     };
     entry.working = view(b.working);
     entry.grad = view(b.grad);
-    if (shared_out) continue;
-    entry.master = view(b.master);
-    entry.exp_avg = view(b.exp_avg);
-    entry.exp_avg_sq = view(b.exp_avg_sq);
+    entry.master = b.shared_out ? at::Tensor() : view(b.master);
   }
 }
 
@@ -190,17 +258,28 @@ std::vector<ParameterStore::OwnedRange> ParameterStore::owned(ParamId id) const 
   const Location where = location(id);
   const FlatBuffers& b = buffers_[where.buffer];
   std::vector<OwnedRange> ranges;
-  for (const Bucket& bucket : b.buckets) {
-    const std::int64_t begin = std::max(where.begin, bucket.own_begin);
-    const std::int64_t end = std::min(where.end, bucket.own_end);
+  for (const OwnedPart& part : b.parts) {
+    const std::int64_t begin = std::max(where.begin, part.begin);
+    const std::int64_t end = std::min(where.end, part.end);
     if (begin >= end) continue;
     const auto view = [&](const at::Tensor& flat) {
-      return flat.defined() ? flat.narrow(0, bucket.at + begin - bucket.own_begin, end - begin) : at::Tensor();
+      return flat.defined() ? flat.narrow(0, part.at + begin - part.begin, end - begin) : at::Tensor();
     };
-    ranges.push_back({begin - where.begin, end - where.begin, view(b.master), view(b.owned_grad), view(b.exp_avg),
-                      view(b.exp_avg_sq)});
+    OwnedRange range{begin - where.begin, end - where.begin, view(b.master), view(b.owned_grad), {}};
+    for (const NamedTensor& state : b.states) range.states.push_back({state.name, view(state.tensor)});
+    ranges.push_back(std::move(range));
   }
   return ranges;
+}
+
+at::Tensor ParameterStore::state(ParamId id, std::string_view name) const {
+  const Location where = location(id);
+  const FlatBuffers& b = buffers_[where.buffer];
+  if (b.shared_out) return {};
+  for (const NamedTensor& state : b.states) {
+    if (state.name == name) return state.tensor.narrow(0, where.begin, where.end - where.begin).view(local_shape(id));
+  }
+  return {};
 }
 
 void ParameterStore::assign(ParamId id, const at::Tensor& local) {
@@ -215,17 +294,18 @@ void ParameterStore::initialize(std::uint64_t seed) {
     assign(id, initial_values(entries_[id].spec, seed).to(master_type(precision_)));
   }
   for (const FlatBuffers& b : buffers_) {
-    for (const at::Tensor* state : {&b.grad, &b.owned_grad, &b.exp_avg, &b.exp_avg_sq}) {
-      if (state->defined()) state->zero_();
+    for (const at::Tensor* gradient : {&b.grad, &b.owned_grad}) {
+      if (gradient->defined()) gradient->zero_();
     }
+    for (const NamedTensor& state : b.states) state.tensor.zero_();
   }
 }
 
 void ParameterStore::refresh_working() {
   for (const FlatBuffers& b : buffers_) {
     if (b.working.is_same(b.master)) continue;
-    for (const Bucket& bucket : b.buckets) {
-      b.working.narrow(0, bucket.own_begin, bucket.owned()).copy_(b.master.narrow(0, bucket.at, bucket.owned()));
+    for (const OwnedPart& part : b.parts) {
+      b.working.narrow(0, part.begin, part.numel()).copy_(b.master.narrow(0, part.at, part.numel()));
     }
   }
 }

@@ -39,7 +39,7 @@ class Mail {
       if (t.is_send) {
         sends.push_back({t.peer, take(key), tag_of(t, shape_)});
       } else {
-        receives.push_back({t.peer, stage.make_activation(), tag_of(t, shape_)});
+        receives.push_back({t.peer, stage.make_activation(t.micro_batch), tag_of(t, shape_)});
         put(key, receives.back().tensor);
       }
     }

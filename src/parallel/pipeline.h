@@ -16,10 +16,10 @@ class PipelineStage {
   /// contiguous; undefined for the last block, whose result (the loss) stays with it.
   [[nodiscard]] virtual at::Tensor forward(int block, int micro_batch, const at::Tensor& input) = 0;
   /// `d_output`: gradient of the activation that `forward` returned, undefined for the last block. Returns the gradient
-  /// of the input; undefined for block 0.
+  /// of the input; undefined for block 0. Never called by a plan that only goes forward.
   [[nodiscard]] virtual at::Tensor backward(int block, int micro_batch, const at::Tensor& d_output) = 0;
-  /// An activation between two blocks, to be received into.
-  [[nodiscard]] virtual at::Tensor make_activation() = 0;
+  /// An activation of a micro-batch (their lengths may differ) between two blocks, to be received into.
+  [[nodiscard]] virtual at::Tensor make_activation(int micro_batch) = 0;
 };
 
 /// Runs `plan` to its end. Receives are waited for where the plan has them; sends go on in the background, kept alive

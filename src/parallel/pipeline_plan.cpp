@@ -61,6 +61,24 @@ std::vector<Computation> interleaved_order(const PlanShape& shape, int rank) {
   return alternating(forwards, backwards, static_cast<std::size_t>(warm_up));
 }
 
+std::vector<Computation> forward_order(const PlanShape& shape, int rank) {
+  std::vector<Computation> order;
+  for (int i = 0; i < shape.micro_batches; ++i) {
+    for (int block = rank; block < shape.blocks(); block += shape.stages) order.push_back({true, i, block});
+  }
+  return order;
+}
+
+std::vector<Computation> order_of(PlanKind kind, const PlanShape& shape, int rank) {
+  switch (kind) {
+    case PlanKind::kGpipe: return gpipe_order(shape, rank);
+    case PlanKind::kOneForwardOneBackward: return one_forward_one_backward_order(shape, rank);
+    case PlanKind::kInterleaved: return interleaved_order(shape, rank);
+    case PlanKind::kForward: return forward_order(shape, rank);
+  }
+  return {};
+}
+
 // What a computation needs from another rank, and what it makes for one.
 std::vector<Transfer> inputs_of(const Computation& c, const PlanShape& shape) {
   const int p = shape.stages;
@@ -111,18 +129,14 @@ std::string PlanStep::text() const {
 std::vector<StagePlan> make_pipeline_plan(PlanKind kind, const PlanShape& shape) {
   CRAM_CHECK(shape.stages >= 1 && shape.virtual_stages >= 1 && shape.micro_batches >= 1, ExitCode::kUsage,
              "a pipeline needs at least one stage, virtual stage and micro-batch");
-  CRAM_CHECK(kind == PlanKind::kInterleaved || shape.virtual_stages == 1, ExitCode::kUsage,
+  CRAM_CHECK(kind == PlanKind::kInterleaved || kind == PlanKind::kForward || shape.virtual_stages == 1, ExitCode::kUsage,
              "parallel.virtual_stages=", shape.virtual_stages, " needs the interleaved schedule");
   CRAM_CHECK(kind != PlanKind::kInterleaved || shape.micro_batches % shape.stages == 0, ExitCode::kUsage,
              "the interleaved schedule needs a multiple of ", shape.stages, " micro-batches (one group a stage), got ",
              shape.micro_batches);
   std::vector<StagePlan> plans;
   for (int rank = 0; rank < shape.stages; ++rank) {
-    const std::vector<Computation> order = kind == PlanKind::kGpipe ? gpipe_order(shape, rank)
-                                           : kind == PlanKind::kOneForwardOneBackward
-                                               ? one_forward_one_backward_order(shape, rank)
-                                               : interleaved_order(shape, rank);
-    plans.push_back(with_exchanges(order, shape));
+    plans.push_back(with_exchanges(order_of(kind, shape, rank), shape));
   }
   return plans;
 }

@@ -22,7 +22,8 @@ struct PlanShape {
   [[nodiscard]] int blocks() const { return stages * virtual_stages; }
 };
 
-enum class PlanKind { kGpipe, kOneForwardOneBackward, kInterleaved };
+/// kForward: no backward passes, any number of virtual stages: evaluation.
+enum class PlanKind { kGpipe, kOneForwardOneBackward, kInterleaved, kForward };
 
 struct Transfer {
   bool is_send = false;

@@ -2,6 +2,8 @@
 
 #include <torch/types.h>
 
+#include "base/check.h"
+
 #ifdef CRAM_CUDA
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -12,8 +14,7 @@ namespace cram {
 namespace {
 
 Batch on_device(const Batch& host, at::Device device) {
-  const auto move = [&](const at::Tensor& x) { return x.to(device, /*non_blocking=*/true); };
-  return {move(host.ids), move(host.labels), move(host.positions), host.rows};
+  return host.map([&](const at::Tensor& x) { return x.to(device, /*non_blocking=*/true); });
 }
 
 class DirectTransfer final : public BatchTransfer {
@@ -46,8 +47,8 @@ class SideStreamTransfer final : public BatchTransfer {
     const c10::cuda::CUDAStream computing = c10::cuda::getCurrentCUDAStream(device_.index());
     copied_.block(computing);
     // The memory belongs to the side stream: it may be given out again there only after the computation used it.
-    for (const at::Tensor* x : {&batch.ids, &batch.labels, &batch.positions}) {
-      c10::cuda::CUDACachingAllocator::recordStream(x->storage().data_ptr(), computing);
+    for (const Batch::Field& field : batch.fields()) {
+      c10::cuda::CUDACachingAllocator::recordStream(field.tensor.storage().data_ptr(), computing);
     }
   }
 
@@ -67,9 +68,29 @@ std::unique_ptr<BatchTransfer> make_batch_transfer(at::Device device) {
   return std::make_unique<DirectTransfer>(device);
 }
 
+void check_lengths(const Batch& batch) {
+  const at::Tensor lengths = batch.find(field::kLengths);
+  if (!lengths.defined()) return;
+  CRAM_CHECK(lengths.is_cpu() && lengths.is_contiguous() && lengths.scalar_type() == at::kLong &&
+                 lengths.numel() == batch.rows,
+             ExitCode::kOther, "lengths of a micro-batch are ", batch.rows, " int64 numbers on the host, got ",
+             lengths.toString(), " of ", lengths.numel());
+  const auto* values = lengths.const_data_ptr<std::int64_t>();
+  for (std::int64_t row = 0; row < lengths.numel(); ++row) {
+    CRAM_CHECK(values[row] >= 1 && values[row] <= batch.seq_length, ExitCode::kData, "row ", row,
+               " of a micro-batch has ", values[row], " tokens, expected 1 to ", batch.seq_length);
+  }
+}
+
+Batch BatchPrefetch::fetch() {
+  Batch batch = source_.next();
+  check_lengths(batch);
+  return batch;
+}
+
 Batch BatchPrefetch::next() {
   if (fault_) std::rethrow_exception(fault_);
-  Batch batch = waiting_ ? std::move(*waiting_) : transfer_->start(next_());
+  Batch batch = waiting_ ? std::move(*waiting_) : transfer_->start(fetch());
   waiting_.reset();
   transfer_->finish(batch);
   return batch;
@@ -78,7 +99,7 @@ Batch BatchPrefetch::next() {
 void BatchPrefetch::start() {
   if (!transfer_->overlaps() || waiting_ || fault_) return;
   try {
-    waiting_ = transfer_->start(next_());
+    waiting_ = transfer_->start(fetch());
   } catch (...) {
     fault_ = std::current_exception();
   }

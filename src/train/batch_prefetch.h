@@ -2,11 +2,10 @@
 #pragma once
 
 #include <exception>
-#include <functional>
 #include <memory>
 #include <optional>
 
-#include "data/batch.h"
+#include "data/batch_source.h"
 
 namespace cram {
 
@@ -25,11 +24,16 @@ class BatchTransfer {
 /// A copy on a side stream for a GPU (page-locked host tensors make it asynchronous), none on a CPU.
 [[nodiscard]] std::unique_ptr<BatchTransfer> make_batch_transfer(at::Device device);
 
+/// Refuses (Error(kData)) a batch on the host with a row of no tokens, or of more than it has: nothing could attend to
+/// anything there.
+void check_lengths(const Batch& batch);
+
 /// The stream of micro-batches on the device, each exactly once and in order.
 class BatchPrefetch {
  public:
-  BatchPrefetch(std::function<Batch()> next, std::unique_ptr<BatchTransfer> transfer)
-      : next_(std::move(next)), transfer_(std::move(transfer)) {}
+  /// The source must outlive it.
+  BatchPrefetch(BatchSource& source, std::unique_ptr<BatchTransfer> transfer)
+      : source_(source), transfer_(std::move(transfer)) {}
 
   /// The next micro-batch. Rethrows what stopped the source.
   [[nodiscard]] Batch next();
@@ -38,7 +42,8 @@ class BatchPrefetch {
   void start();
 
  private:
-  std::function<Batch()> next_;
+  [[nodiscard]] Batch fetch();
+  BatchSource& source_;
   std::unique_ptr<BatchTransfer> transfer_;
   std::optional<Batch> waiting_;
   std::exception_ptr fault_;

@@ -34,12 +34,13 @@ constexpr ExitCode kStorage = ExitCode::kCheckpointStorage;
 constexpr ExitCode kInvalid = ExitCode::kNoCheckpoint;
 
 using OwnedRange = ParameterStore::OwnedRange;
-struct StateKind {
-  const char* name;
-  at::Tensor OwnedRange::*tensor;
-};
-constexpr StateKind kStateKinds[] = {
-    {"master", &OwnedRange::master}, {"exp_avg", &OwnedRange::exp_avg}, {"exp_avg_sq", &OwnedRange::exp_avg_sq}};
+
+// The master and every state of a range, by the name that stands in files.
+std::vector<NamedTensor> stored_tensors(const OwnedRange& range) {
+  std::vector<NamedTensor> all = {{"master", range.master}};
+  all.insert(all.end(), range.states.begin(), range.states.end());
+  return all;
+}
 
 std::string step_name(std::int64_t step) {
   std::string digits = std::to_string(step);
@@ -99,7 +100,9 @@ Progress parse_progress(const std::string& text) { return progress_from_json(jso
 std::uintmax_t checkpoint_bytes(const ParameterStore& store) {
   std::uintmax_t bytes = 0;
   for (ParamId id = 0; id < store.size(); ++id) {
-    bytes += 3 * static_cast<std::uintmax_t>(store.local_numel(id)) * c10::elementSize(master_type(store.precision()));
+    for (const OwnedRange& range : store.owned(id)) {
+      for (const NamedTensor& stored : stored_tensors(range)) bytes += stored.tensor.nbytes();
+    }
   }
   return bytes;
 }
@@ -125,8 +128,8 @@ std::string rank_file_name(int rank) {
   return "rank-" + std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits + ".h5";
 }
 
-std::string array_name(const StateKind& kind, const std::string& parameter, std::int64_t first_element) {
-  return concat("/", kind.name, "/", parameter, first_element > 0 ? concat("@", first_element) : "");
+std::string array_name(const std::string& kind, const std::string& parameter, std::int64_t first_element) {
+  return concat("/", kind, "/", parameter, first_element > 0 ? concat("@", first_element) : "");
 }
 
 // Writes this rank's tensors; returns the file's entry of the manifest.
@@ -137,13 +140,13 @@ json write_rank_file(const fs::path& folder, int rank, const ParameterStore& sto
     ArrayFileWriter writer(path.string(), kStorage);
     for (ParamId id = 0; id < store.size(); ++id) {
       const ParamSpec& spec = store.spec(id);
-      if (!spec.counts) continue;  // the first of two tied copies is written
+      if (!spec.traits.counts) continue;  // the first of two tied copies is written
       for (const OwnedRange& range : store.owned(id)) {
         const bool whole = range.end - range.begin == store.local_numel(id);
-        for (const StateKind& kind : kStateKinds) {
-          at::Tensor host = (range.*kind.tensor).cpu().contiguous();
+        for (const NamedTensor& stored : stored_tensors(range)) {
+          at::Tensor host = stored.tensor.cpu().contiguous();
           if (whole) host = host.view(store.local_shape(id));
-          writer.write(array_name(kind, spec.name, whole ? 0 : range.begin), array_info(host), host.const_data_ptr());
+          writer.write(array_name(stored.name, spec.name, whole ? 0 : range.begin), array_info(host), host.const_data_ptr());
         }
         json entry = {{"name", spec.name},
                       {"shape", spec.global_shape},
@@ -405,7 +408,7 @@ using Readers = std::map<std::string, std::unique_ptr<ArrayFileReader>>;
 
 // The full tensor of one kind from all its pieces. Several pieces of one slice (shared out over data ranks) are put
 // together before the slice goes to its place.
-at::Tensor assemble(const std::vector<Piece>& pieces, const StateKind& kind, const ParamSpec& spec, at::ScalarType type,
+at::Tensor assemble(const std::vector<Piece>& pieces, const std::string& kind, const ParamSpec& spec, at::ScalarType type,
                     Readers& readers, const std::string& step_folder) {
   using SliceKey = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
   struct Slice {
@@ -459,18 +462,15 @@ void load_checkpoint(const std::string& step_folder, ParameterStore& store, cons
     const auto found = pieces.find(spec.name);
     CRAM_CHECK(found != pieces.end(), kInvalid, step_folder, " lacks the tensor ", spec.name,
                ": model.* must describe the model that was saved");
+    const auto local_of = [&](const std::string& kind) {
+      return take_slice(assemble(found->second, kind, spec, master_type(store.precision()), readers, step_folder), spec);
+    };
+    store.assign(id, local_of("master"));
     const std::vector<OwnedRange> owned = store.owned(id);
-    for (const StateKind& kind : kStateKinds) {
-      const bool is_master = kind.tensor == &OwnedRange::master;
-      if (!is_master && (owned.empty() || !(owned[0].*kind.tensor).defined())) continue;
-      const at::Tensor local =
-          take_slice(assemble(found->second, kind, spec, master_type(store.precision()), readers, step_folder), spec);
-      if (is_master) {
-        store.assign(id, local);
-        continue;
-      }
-      const at::Tensor flat = local.reshape({-1});
-      for (const OwnedRange& range : owned) (range.*kind.tensor).copy_(flat.slice(0, range.begin, range.end));
+    if (owned.empty()) continue;
+    for (std::size_t state = 0; state < owned[0].states.size(); ++state) {
+      const at::Tensor flat = local_of(owned[0].states[state].name).reshape({-1});
+      for (const OwnedRange& range : owned) range.states[state].tensor.copy_(flat.slice(0, range.begin, range.end));
     }
   }
 }

@@ -41,6 +41,21 @@ class CpuMemory final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
 
+  void return_free_blocks() {
+    const std::lock_guard lock(mutex_);
+    for (auto& [size_class, blocks] : free_) {
+      for (void* data : blocks) {
+        void* block = static_cast<char*>(data) - kHeader;
+        if (size_class < kHugePage) {
+          c10::free_cpu(block);
+        } else {
+          munmap(block, size_class);
+        }
+      }
+      blocks.clear();
+    }
+  }
+
   CpuMemoryCounts counts() {
     const std::lock_guard lock(mutex_);
     return counts_;
@@ -103,6 +118,10 @@ void install_cpu_memory() {
   if (g_installed != nullptr) return;
   g_installed = new CpuMemory;
   c10::SetCPUAllocator(g_installed, /*priority=*/100);
+}
+
+void return_cpu_memory() {
+  if (g_installed != nullptr) g_installed->return_free_blocks();
 }
 
 CpuMemoryCounts cpu_memory_counts() { return g_installed == nullptr ? CpuMemoryCounts{} : g_installed->counts(); }

@@ -10,6 +10,10 @@ namespace cram {
 /// From now on every CPU tensor of this process uses it. For the start of main(), before any tensor exists.
 void install_cpu_memory();
 
+/// Gives the blocks that nobody uses back to the system: for when what comes next has other shapes. (On a GPU see
+/// device.h.)
+void return_cpu_memory();
+
 struct CpuMemoryCounts {
   std::int64_t blocks_from_system = 0;  ///< so far
   std::int64_t bytes_from_system = 0;

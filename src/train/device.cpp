@@ -13,6 +13,7 @@
 
 #ifdef CRAM_CUDA
 #include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
@@ -20,6 +21,7 @@
 
 #include "base/check.h"
 #include "base/version.h"
+#include "train/cpu_memory.h"
 
 namespace cram {
 namespace {
@@ -144,6 +146,13 @@ double free_memory_bytes(const DeviceChoice& choice) {
 #endif
   constexpr double kMost = 0.75;
   return kMost * available_memory_bytes() / choice.local_ranks;
+}
+
+void return_free_memory() {
+  return_cpu_memory();
+#ifdef CRAM_CUDA
+  if (at::hasCUDA()) c10::cuda::CUDACachingAllocator::emptyCache();
+#endif
 }
 
 void wait_for_device() {

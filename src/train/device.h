@@ -34,6 +34,9 @@ struct DeviceChoice {
 /// rank's part.
 [[nodiscard]] double free_memory_bytes(const DeviceChoice& choice);
 
+/// Gives the memory that earlier tensors left with the allocators back: host and GPU.
+void return_free_memory();
+
 /// Returns when this thread's current GPU has done all that it was given; at once where there is none. For clocks.
 void wait_for_device();
 

@@ -2,12 +2,12 @@
 // plan, and tells the gradient exchange what is complete while the last ones are still running.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 
-#include "data/loader.h"
-#include "model/encoder.h"
+#include "data/batch_source.h"
+#include "model/model.h"
 #include "parallel/grad_sync.h"
 #include "parallel/mesh.h"
 #include "parallel/pipeline.h"
@@ -17,24 +17,39 @@
 
 namespace cram {
 
+/// Of micro-steps: what they look like and how a pipeline runs them.
+struct MicroStepSettings {
+  std::int64_t micro_batch = 1;  ///< rows
+  double dropout = 0;
+  std::uint64_t seed = 0;  ///< of dropout
+  PlanKind plan = PlanKind::kOneForwardOneBackward;
+};
+[[nodiscard]] MicroStepSettings micro_step_settings(const Config& config);
+
 class MicroSteps final : public PipelineStage {
  public:
-  /// All must outlive it. `next_batch` returns this rank's next micro-batch, on the host. With `graphs` micro-steps are
-  /// recorded and replayed, except those that exchange something; nullptr: they run as they are.
-  MicroSteps(Encoder& encoder, ParameterStore& store, GradSync& sync, const Mesh& mesh, const Config& config,
-             std::function<Batch()> next_batch, std::unique_ptr<StepGraphs> graphs = nullptr);
+  /// All must outlive it. `source` gives this rank's micro-batches. With `graphs` micro-steps are recorded and replayed,
+  /// except those that exchange something; nullptr: they run as they are.
+  MicroSteps(Model& model, ParameterStore& store, GradSync& sync, const Mesh& mesh, const MicroStepSettings& settings,
+             BatchSource& source, std::unique_ptr<StepGraphs> graphs = nullptr);
 
-  /// Runs the micro-batches of a batch, adding their gradients, which are exchanged as they become complete (not
-  /// without `exchange`). `step` (from 1) and the first global sample are for dropout. `stop` is asked wherever nothing
-  /// is in flight on any stage: before every micro-batch where there is one stage, before the batch otherwise. False
-  /// when it said so; the gradients so far are then the caller's to clear.
-  [[nodiscard]] bool run_batch(std::int64_t step, std::int64_t first_sample, std::int64_t micro_batches,
-                               const std::function<bool()>& stop = {}, bool exchange = true);
+  struct Request {
+    std::int64_t step = 1;           ///< from 1, for dropout
+    std::int64_t first_sample = 0;   ///< global, for dropout
+    std::int64_t micro_batches = 1;
+    bool exchange = true;            ///< gradients are exchanged as they become complete
+    std::function<bool()> stop = {};  ///< collective over the world; asked before every `ask_every`-th micro-batch
+    std::int64_t ask_every = 1;
+  };
+  /// Runs the micro-batches of a batch, adding their gradients. False when `stop` said so: what was in flight is brought
+  /// to its end without computing, and the gradients are the caller's to clear. (Interleaved schedules ask only before
+  /// the batch: a stage may not wait for all others in the middle of them.)
+  [[nodiscard]] bool run_batch(const Request& request);
 
   struct Totals {
     double loss_sum = 0;     ///< of this rank's micro-batches; 0 where the last stage is another rank
-    double masked = 0;       ///< masked tokens in them
-    double data_wait_s = 0;  ///< waited for the loader
+    double count = 0;        ///< terms of the loss in them
+    double data_wait_s = 0;  ///< waited for the source
   };
   /// Of the batch so far. Waits for the device.
   [[nodiscard]] Totals totals() const;
@@ -42,45 +57,50 @@ class MicroSteps final : public PipelineStage {
   // PipelineStage
   [[nodiscard]] at::Tensor forward(int block, int micro_batch, const at::Tensor& input) override;
   [[nodiscard]] at::Tensor backward(int block, int micro_batch, const at::Tensor& d_output) override;
-  [[nodiscard]] at::Tensor make_activation() override;
+  [[nodiscard]] at::Tensor make_activation(int micro_batch) override;
 
  private:
   void run(std::int64_t count, bool last);
   void run_plan();
-  /// Waits for the loader, for the profile and the totals.
+  /// Whether to stop, asked before the first block of a micro-batch (forward, or backward where those come last).
+  void ask(int block, int number, bool is_forward);
+  /// Waits for the source, for the profile and the totals.
   template <class Call>
   void wait_for_data(const Call& call);
   [[nodiscard]] const MicroBatch& micro_batch(int number);
+  void put_in_flight(int number, Batch batch);
   [[nodiscard]] const StagePlan& plan_for(int micro_batches);
   [[nodiscard]] PlanShape shape_for(int micro_batches) const;
 
-  Encoder& encoder_;
+  Model& model_;
   ParameterStore& store_;
   GradSync& sync_;
   const Mesh& mesh_;
-  const Config& config_;
+  MicroStepSettings settings_;
   BatchPrefetch batches_;
   std::unique_ptr<StepGraphs> graphs_;
   std::map<int, StagePlan> plans_;  // by number of micro-batches: a ramp has several
   // Of the batch.
-  std::int64_t step_ = 0, first_sample_ = 0, done_ = 0;
+  Request request_;
+  std::int64_t done_ = 0;
+  bool stopped_ = false;
   at::Tensor loss_sum_;
-  double masked_ = 0, data_wait_s_ = 0;
+  double terms_ = 0, data_wait_s_ = 0;
   // Of the flush.
   int count_ = 0;
   bool last_ = false;
   int fetched_ = 0;
   std::map<int, MicroBatch> in_flight_;
-  std::map<std::pair<int, int>, Encoder::BlockSaved> saved_;  // block, micro-batch
+  std::map<std::pair<int, int>, Model::BlockSaved> saved_;  // block, micro-batch
 };
 
 /// The gradient exchange over a store's buffers.
 [[nodiscard]] GradSync make_grad_sync(const ParameterStore& store, const Mesh& mesh, bool overlap);
 
-/// Where a rank's part of the model is, from the configuration and its two groups.
-[[nodiscard]] Placement place_in(const Config& config, Communicator& tensor, Communicator& pipeline);
+/// Where a rank's part of the model is, from the configuration, its tensor group and its stage.
+[[nodiscard]] Placement place_in(const Config& config, Communicator& tensor, int stage, int stages);
 [[nodiscard]] inline Placement make_placement(const Config& config, const Mesh& mesh) {
-  return place_in(config, mesh.tensor(), mesh.pipeline());
+  return place_in(config, mesh.tensor(), mesh.place().pp_rank, mesh.layout().pipeline);
 }
 
 /// What this data rank owns of the optimizer's state: all, or its part with parallel.zero.

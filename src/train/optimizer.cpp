@@ -7,21 +7,28 @@
 
 #include "base/profile.h"
 #include "model/kernels/kernels.h"
+#include "train/adamw.h"
 
 namespace cram {
 namespace {
 
 // Adds what this rank updates of a buffer.
-void add_owned_pieces(const FlatBuffers& b, const kernels::AdamWStep& step, std::vector<kernels::AdamWPiece>& pieces) {
-  if (b.owns_all()) {
-    const bool separate = !b.working.is_same(b.master);
-    pieces.push_back({b.master, b.grad, b.exp_avg, b.exp_avg_sq, separate ? b.working : at::Tensor(), step});
-    return;
-  }
-  for (const Bucket& bucket : b.buckets) {
-    const auto own = [&](const at::Tensor& flat) { return flat.narrow(0, bucket.at, bucket.owned()); };
-    pieces.push_back({own(b.master), own(b.owned_grad), own(b.exp_avg), own(b.exp_avg_sq),
-                      b.working.narrow(0, bucket.own_begin, bucket.owned()), step});
+void add_owned_pieces(const ParameterStore& store, std::size_t index, std::vector<UpdatePiece>& pieces) {
+  const FlatBuffers& b = store.buffers()[index];
+  for (const OwnedPart& part : b.parts) {
+    if (part.numel() == 0) continue;
+    const auto own = [&](const at::Tensor& flat) { return flat.narrow(0, part.at, part.numel()); };
+    const at::Tensor working =
+        b.working.is_same(b.master) ? at::Tensor() : b.working.narrow(0, part.begin, part.numel());
+    UpdatePiece piece{&b.traits, own(b.master), own(b.owned_grad), working, {}};
+    for (const NamedTensor& state : b.states) piece.states.push_back(own(state.tensor));
+    if (b.traits.whole_matrices) {
+      for (ParamId id = 0; id < store.size(); ++id) {
+        const ParameterStore::Location where = store.location(id);
+        if (where.buffer == index && where.begin >= part.begin && where.end <= part.end) piece.parameters.push_back(id);
+      }
+    }
+    pieces.push_back(std::move(piece));
   }
 }
 
@@ -33,45 +40,67 @@ void gather_working(const FlatBuffers& b, Communicator& data, std::vector<Work>&
   }
 }
 
+// The same of whole matrices, whose parts are of unequal size: each rank sends its own to all others.
+void gather_matrices(const FlatBuffers& b, Communicator& data) {
+  std::vector<Message> sends, receives;
+  const OwnedPart& own = b.parts[0];
+  for (int peer = 0; peer < data.size(); ++peer) {
+    if (peer == data.rank()) continue;
+    const OwnedPart theirs = b.part_of_rank[static_cast<std::size_t>(peer)];
+    if (own.numel() > 0) sends.push_back({peer, b.working.narrow(0, own.begin, own.numel()), 0});
+    if (theirs.numel() > 0) receives.push_back({peer, b.working.narrow(0, theirs.begin, theirs.numel()), 0});
+  }
+  data.exchange_(sends, receives);
+}
+
 }  // namespace
+
+Table<OptimizerRow>& optimizers() {
+  static Table<OptimizerRow> table("optimizer", {adamw_row()});
+  return table;
+}
+
+StateLayout state_layout(const std::string& optimizer) {
+  const OptimizerRow& row = optimizers().at(optimizer);
+  StateLayout layout{.states = row.states};
+  if (row.classify != nullptr) layout.classify = row.classify;
+  return layout;
+}
 
 double clip_factor(double norm, double clip) { return clip <= 0 ? 1.0 : std::min(1.0, clip / (norm + 1e-6)); }
 
-double Optimizer::grad_norm() const {
+Optimizer::Optimizer(const std::string& name, ParameterStore& store, const OptimizerSettings& settings,
+                     const Mesh& mesh)
+    : store_(store), settings_(settings), mesh_(mesh), rule_(optimizers().at(name).make({settings_, store_, mesh_})) {}
+
+double Optimizer::own_sum_of_squares() const {
   const Timed timed(Section::kOptimizer);
   const MeshCoordinates& place = mesh_.place();
   at::Tensor own;  // stays on the device until all are added: one synchronisation
   for (const FlatBuffers& b : store_.buffers()) {
     // Of several ranks that hold the same values one adds them.
-    const bool adds = b.counts && (b.sharded || place.tp_rank == 0) && (!b.owns_all() || place.dp_rank == 0);
+    const bool adds = b.traits.counts && (b.traits.sharded || place.tp_rank == 0) &&
+                      (b.shared_out || place.dp_rank == 0) && b.owned_grad.numel() > 0;
     if (!adds) continue;
     const at::Tensor sum = kernels::sum_of_squares(b.owned_grad);
     own = own.defined() ? own.add_(sum) : sum;
   }
-  const at::Tensor total = own.defined() ? own.cpu().view({1}) : at::zeros({1}, at::kDouble);
-  mesh_.world().all_reduce_(total);
-  return std::sqrt(total.item<double>());
+  return own.defined() ? own.item<double>() : 0;
 }
 
-void Optimizer::update(std::int64_t step, double lr, double grad_scale) {
+void Optimizer::update(const Update& update) {
   const Timed timed(Section::kOptimizer);
-  std::vector<kernels::AdamWPiece> pieces;
-  for (const FlatBuffers& b : store_.buffers()) {
-    add_owned_pieces(b,
-                     {.lr = lr,
-                      .beta1 = settings_.beta1,
-                      .beta2 = settings_.beta2,
-                      .eps = settings_.eps,
-                      .weight_decay = b.decay ? settings_.weight_decay : 0,
-                      .grad_scale = grad_scale,
-                      .step = step},
-                     pieces);
-  }
-  kernels::adamw_(pieces);
+  std::vector<UpdatePiece> pieces;
+  for (std::size_t index = 0; index < store_.buffers().size(); ++index) add_owned_pieces(store_, index, pieces);
+  rule_->update(pieces, update);
   std::vector<Work> gathering;
   for (const FlatBuffers& b : store_.buffers()) {
-    if (b.owns_all()) continue;
-    gather_working(b, mesh_.data(), gathering);
+    if (!b.shared_out) continue;
+    if (b.traits.whole_matrices) {
+      gather_matrices(b, mesh_.data());
+    } else {
+      gather_working(b, mesh_.data(), gathering);
+    }
     b.grad.zero_();  // the update cleared the owned sums only
   }
   for (Work& work : gathering) work.wait();

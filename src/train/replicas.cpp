@@ -31,9 +31,9 @@ std::string describe(const ParameterStore& store, const Mesh& mesh) {
     add("weight", store.weight(id));
     if (!store.master(id).defined()) continue;  // shared out: nobody else has this part
     if (store.master(id).const_data_ptr() != store.weight(id).const_data_ptr()) add("master", store.master(id));
-    if (!store.exp_avg(id).defined()) continue;
-    add("first moment", store.exp_avg(id));
-    add("second moment", store.exp_avg_sq(id));
+    for (const ParameterStore::OwnedRange& range : store.owned(id)) {
+      for (const NamedTensor& state : range.states) add(state.name.c_str(), state.tensor);
+    }
   }
   return lines;
 }

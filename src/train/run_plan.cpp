@@ -6,25 +6,26 @@
 #include <memory>
 
 #include "base/check.h"
-#include "model/encoder.h"
+#include "model/model.h"
 #include "parallel/pipeline_plan.h"
 #include "train/metrics.h"
 #include "train/micro_steps.h"
+#include "train/optimizer.h"
 
 namespace cram {
 namespace {
 
 // A rank's part of the model with tensors that have sizes but no memory.
 struct PlannedRank {
-  std::unique_ptr<Communicator> tensor, pipeline;
+  std::unique_ptr<Communicator> tensor;
   ParameterStore store;
-  std::unique_ptr<Encoder> encoder;
+  std::unique_ptr<Model> model;
 
   PlannedRank(const Config& config, const Layout& layout, int pp_rank)
-      : tensor(make_planned_communicator(0, layout.tensor, "tensor")),
-        pipeline(make_planned_communicator(pp_rank, layout.pipeline, "pipeline")) {
-    encoder = std::make_unique<Encoder>(config.model, store, place_in(config, *tensor, *pipeline));
-    store.allocate(parse_precision(config.train.precision), at::Device(at::kMeta), true,
+      : tensor(make_planned_communicator(0, layout.tensor, "tensor")) {
+    model = std::make_unique<Model>(config.model, store, place_in(config, *tensor, pp_rank, layout.pipeline),
+                                    config.train.objective);
+    store.allocate(parse_precision(config.train.precision), at::Device(at::kMeta), state_layout(config.train.optimizer),
                    {0, config.parallel.zero > 0 ? layout.data : 1});
   }
 };
@@ -75,9 +76,11 @@ Traffic plan_traffic(const Config& config, const Layout& layout, const std::vect
     for (const FlatBuffers& b : rank->store.buffers()) {
       const double gradients = static_cast<double>(b.numel) * master;
       const double weights = static_cast<double>(b.working.nbytes());
-      if (b.partial) traffic.tensor += d * 2 * (t - 1) * gradients;
-      if (b.tied) traffic.tied += d * t * gradients;
-      traffic.data += t * (d - 1) * (config.parallel.zero > 0 ? gradients + weights : 2 * gradients);
+      if (b.traits.partial) traffic.tensor += d * 2 * (t - 1) * gradients;
+      if (b.traits.tied) traffic.tied += d * t * gradients;
+      // Sums on every rank, or (ZeRO-1) each rank's part and its weights back; of whole matrices both in full.
+      const double sums = b.shared_out && !b.traits.whole_matrices ? gradients : 2 * gradients;
+      traffic.data += t * (d - 1) * (sums + (b.shared_out ? weights : 0));
     }
   }
   return traffic;
@@ -111,15 +114,15 @@ RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t bat
     ranks.push_back(std::make_unique<PlannedRank>(config, layout, stage));
     const PlannedRank& rank = *ranks.back();
     StagePlanned planned;
-    for (int b = stage; b < rank.encoder->blocks(); b += layout.pipeline) {
-      planned.blocks.push_back(rank.encoder->ranges()[static_cast<std::size_t>(b)]);
+    for (int b = stage; b < rank.model->encoder().blocks(); b += layout.pipeline) {
+      planned.blocks.push_back(rank.model->encoder().ranges()[static_cast<std::size_t>(b)]);
     }
     for (ParamId id = 0; id < rank.store.size(); ++id) planned.parameters += rank.store.local_numel(id);
     for (const FlatBuffers& b : rank.store.buffers()) {
       planned.weight_bytes += static_cast<double>(b.working.nbytes());
-      planned.gradient_bytes += static_cast<double>(b.grad.nbytes() + (b.owns_all() ? 0 : b.owned_grad.nbytes()));
-      planned.state_bytes += static_cast<double>(b.exp_avg.nbytes() + b.exp_avg_sq.nbytes() +
-                                                 (b.master.is_same(b.working) ? 0 : b.master.nbytes()));
+      planned.gradient_bytes += static_cast<double>(b.grad.nbytes() + (b.owned_grad.is_alias_of(b.grad) ? 0 : b.owned_grad.nbytes()));
+      planned.state_bytes += static_cast<double>(b.state_bytes()) +
+                             static_cast<double>(b.master.is_same(b.working) ? 0 : b.master.nbytes());
     }
     // One stage runs micro-batch after micro-batch.
     planned.most_in_flight = layout.pipeline == 1 ? 1 : simulated.most_in_flight[static_cast<std::size_t>(stage)];

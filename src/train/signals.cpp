@@ -56,6 +56,8 @@ StopSignals::~StopSignals() {
 
 int StopSignals::received() const noexcept { return g_received; }
 
+const std::array<int, 4>& stop_signals() noexcept { return kSignals; }
+
 const char* signal_name(int number) noexcept {
   switch (number) {
     case SIGTERM: return "SIGTERM";

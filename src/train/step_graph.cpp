@@ -2,6 +2,7 @@
 
 #include <torch/types.h>
 
+#include <algorithm>
 #include <exception>
 
 #include "base/check.h"
@@ -9,11 +10,13 @@
 
 namespace cram {
 
-StepGraphs::Shape* StepGraphs::shape_of(const MicroBatch& batch) {
+StepGraphs::Shape* StepGraphs::shape_of(const Batch& batch) {
   for (Shape& shape : shapes_) {
-    if (shape.fixed.ids.sizes() == batch.ids.sizes() && shape.fixed.positions.sizes() == batch.positions.sizes()) {
-      return &shape;
-    }
+    const auto same = [](const Batch::Field& a, const Batch::Field& b) {
+      return a.name == b.name && a.tensor.sizes() == b.tensor.sizes();
+    };
+    const std::vector<Batch::Field>&known = shape.fixed.fields(), &given = batch.fields();
+    if (std::equal(known.begin(), known.end(), given.begin(), given.end(), same)) return &shape;
   }
   if (shapes_.size() == kMostShapes) {
     if (!said_too_many_) {
@@ -24,20 +27,19 @@ StepGraphs::Shape* StepGraphs::shape_of(const MicroBatch& batch) {
     return nullptr;
   }
   Shape& shape = shapes_.emplace_back();
-  shape.fixed = {at::empty_like(batch.ids), at::empty_like(batch.positions), at::empty_like(batch.labels),
-                 batch.dropout};
+  shape.fixed = batch.map([](const at::Tensor& x) { return at::empty_like(x); });
   return &shape;
 }
 
-void StepGraphs::run(const MicroBatch& batch, const std::function<void(const MicroBatch&)>& work) {
+void StepGraphs::run(const Batch& batch, const std::function<void(const Batch&)>& work) {
   Shape* shape = gave_up_ ? nullptr : shape_of(batch);
   if (shape == nullptr) {
     work(batch);
     return;
   }
-  shape->fixed.ids.copy_(batch.ids, /*non_blocking=*/true);
-  shape->fixed.positions.copy_(batch.positions, /*non_blocking=*/true);
-  shape->fixed.labels.copy_(batch.labels, /*non_blocking=*/true);
+  for (const Batch::Field& field : batch.fields()) {
+    shape->fixed[field.name].copy_(field.tensor, /*non_blocking=*/true);
+  }
   const std::function<void()> on_fixed = [work, fixed = shape->fixed] { work(fixed); };
   if (shape->warm_ups < kWarmUps) {
     ++shape->warm_ups;

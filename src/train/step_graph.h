@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "model/encoder.h"
+#include "base/batch.h"
 #include "parallel/mesh.h"
 #include "train/train_config.h"
 
@@ -44,15 +44,15 @@ class StepGraphs {
 
   /// `work(batch)`, on fixed tensors that the batch is copied to. `work` must do the same at every call for one shape,
   /// and must not refer to what this call's caller owns: it is kept. It reads nothing else that a step replaces.
-  void run(const MicroBatch& batch, const std::function<void(const MicroBatch&)>& work);
+  void run(const Batch& batch, const std::function<void(const Batch&)>& work);
 
  private:
   struct Shape {
-    MicroBatch fixed;
+    Batch fixed;
     int warm_ups = 0;
     std::unique_ptr<RecordedStep> recorded;
   };
-  [[nodiscard]] Shape* shape_of(const MicroBatch& batch);
+  [[nodiscard]] Shape* shape_of(const Batch& batch);
 
   std::unique_ptr<GraphRecorder> recorder_;
   bool required_;

@@ -16,9 +16,9 @@ SyntheticBatches::SyntheticBatches(const Config& config, int dp_rank, bool pin_m
   RandomStream random(stream_key(1, "synthetic", static_cast<std::uint64_t>(dp_rank)));
   const auto words = static_cast<std::uint64_t>(config.model.vocab_size - kSpecialTokens);
   for (int b = 0; b < kMade; ++b) {
-    Batch batch{at::empty({rows, seq}, at::kLong), at::empty({rows * masked}, at::kLong),
-                at::empty({rows * masked}, at::kLong), rows};
-    auto* ids = batch.ids.data_ptr<std::int64_t>();
+    const at::Tensor tokens = at::empty({rows, seq}, at::kLong);
+    const at::Tensor positions = at::empty({rows * masked}, at::kLong), labels = at::empty_like(positions);
+    auto* ids = tokens.data_ptr<std::int64_t>();
     for (std::int64_t i = 0; i < rows * seq; ++i)
       ids[i] = kSpecialTokens + static_cast<std::int64_t>(random.below(words));
     for (std::int64_t r = 0; r < rows; ++r) {
@@ -27,15 +27,15 @@ SyntheticBatches::SyntheticBatches(const Config& config, int dp_rank, bool pin_m
       std::sort(chosen.begin(), chosen.end());
       for (std::int64_t i = 0; i < masked; ++i) {
         const std::int64_t position = r * seq + chosen[static_cast<std::size_t>(i)];
-        batch.positions.data_ptr<std::int64_t>()[r * masked + i] = position;
-        batch.labels.data_ptr<std::int64_t>()[r * masked + i] = ids[position];
+        positions.data_ptr<std::int64_t>()[r * masked + i] = position;
+        labels.data_ptr<std::int64_t>()[r * masked + i] = ids[position];
         ids[position] = kMaskId;
       }
     }
-    if (pin_memory) {
-      for (at::Tensor* x : {&batch.ids, &batch.labels, &batch.positions}) *x = x->pin_memory();
-    }
-    batches_.push_back(std::move(batch));
+    const Batch batch(rows, seq, {{std::string(field::kIds), tokens},
+                                  {std::string(field::kPositions), positions},
+                                  {std::string(field::kLabels), labels}});
+    batches_.push_back(pin_memory ? batch.map([](const at::Tensor& x) { return x.pin_memory(); }) : batch);
   }
 }
 

@@ -3,18 +3,18 @@
 
 #include <vector>
 
-#include "data/batch.h"
+#include "data/batch_source.h"
 #include "train/train_config.h"
 
 namespace cram {
 
 /// Micro-batches of uniformly drawn tokens with the recipe's number of masked positions; a few made once, given in
 /// turn.
-class SyntheticBatches {
+class SyntheticBatches final : public BatchSource {
  public:
   /// `pin_memory`: page-locked, as the loader's are for a GPU.
   SyntheticBatches(const Config& config, int dp_rank, bool pin_memory = false);
-  [[nodiscard]] Batch next();
+  [[nodiscard]] Batch next() override;
 
  private:
   std::vector<Batch> batches_;

@@ -37,6 +37,8 @@ struct TrainConfig {
   std::int64_t micro_batch_size = 128;
   std::int64_t batch_quantum = 128;
   double batch_ramp = 0.6;
+  std::string objective = "mlm";
+  std::string optimizer = "adamw";
   double lr = 1e-3;
   std::string schedule = "triangle2";
   double warmup = 0;

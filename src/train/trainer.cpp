@@ -7,7 +7,6 @@
 
 #include "base/clock.h"
 #include "base/log.h"
-#include "parallel/agreement.h"
 #include "train/replicas.h"
 #include "train/schedules.h"
 
@@ -16,24 +15,13 @@ namespace {
 
 constexpr std::int64_t kSkipsThatHalt = 5;
 
-LoaderSettings loader_settings(const Config& config, const Mesh& mesh, const ParameterStore& store) {
-  LoaderSettings settings;
-  settings.dp_rank = mesh.place().dp_rank;
-  settings.dp_size = mesh.layout().data;
-  settings.micro_batch = config.train.micro_batch_size;
-  settings.seed = static_cast<std::uint64_t>(config.run.seed);
-  settings.mask_rate = config.train.mask_rate;
-  settings.shuffle = config.data.shuffle;
-  settings.pin_memory = store.device().is_cuda();
-  return settings;
-}
-
 }  // namespace
 
 Trainer::Trainer(TrainerParts parts)
     : parts_(std::move(parts)),
       train_(parts_.config.train),
-      optimizer_(parts_.store, {train_.beta1, train_.beta2, train_.eps, train_.weight_decay, train_.clip}, parts_.mesh),
+      step_(parts_.model, parts_.store, parts_.mesh, training_step_settings(parts_.config), parts_.batches,
+            make_step_graphs(parts_.config, parts_.mesh.layout(), parts_.store.device())),
       clock_(train_.budget, train_.clock),
       progress_(parts_.checkpoint_info.progress),
       checkpoints_(parts_.run_folder + "/checkpoints"),
@@ -42,14 +30,10 @@ Trainer::Trainer(TrainerParts parts)
       log_every_(parts_.config.log.every),
       eval_every_(parts_.config.eval.every),
       save_every_(parts_.config.checkpoint.every),
-      loader_(std::make_unique<Loader>(parts_.shards, loader_settings(parts_.config, parts_.mesh, parts_.store),
-                                       progress_.consumed_samples)),
-      sync_(make_grad_sync(parts_.store, parts_.mesh, parts_.config.parallel.overlap)),
-      micro_steps_(
-          parts_.encoder, parts_.store, sync_, parts_.mesh, parts_.config, [this] { return loader_->next(); },
-          make_step_graphs(parts_.config, parts_.mesh.layout(), parts_.store.device())),
       traffic_(parts_.mesh, parts_.config, masked_in_row(parts_.config)),
-      at_start_(progress_) {}
+      at_start_(progress_) {
+  watch_.signal = [this] { return parts_.signals.received(); };
+}
 
 Summary Trainer::run() {
   if (progress_.attempt > 0) metrics_.event("started again", concat("after step ", progress_.step), progress_);
@@ -57,15 +41,12 @@ Summary Trainer::run() {
   PendingOperations& pending = parts_.mesh.world().pending();
   pending.set_phase(Phase::kTraining);
   clock_.start(progress_.elapsed_s);
+  stop_signal_ = step_.agree_on_signal(watch_);
   while (const std::optional<StepPlan> plan = plan_step()) {
     const Progress before = progress_;
     pending.set_step(progress_.step + 1);
     StepRecord record;
     if (!run_step(*plan, record)) continue;  // a signal: plan_step ends the run
-    progress_.step += 1;
-    progress_.consumed_samples += plan->batch_size;
-    progress_.tokens += plan->batch_size * parts_.config.model.seq_length;
-    progress_.elapsed_s = broadcast_value(parts_.mesh.world(), clock_.elapsed_s(progress_));
     pending.step_finished(record.step_s);
     report(*plan, record, before);
     check_sync();
@@ -80,15 +61,18 @@ void Trainer::check_sync() {
   if (every > 0 && progress_.step % every == 0) check_replicas(parts_.store, parts_.mesh, progress_.step);
 }
 
-bool Trainer::stop_requested() {
-  stop_signal_ = static_cast<int>(agree_on_largest(parts_.mesh.world(), parts_.signals.received()));
-  return stop_signal_ != 0;
+Progress Trainer::progress_after(const StepPlan& plan) const {
+  Progress after = progress_;
+  after.step += 1;
+  after.consumed_samples += plan.batch_size;
+  after.tokens += plan.batch_size * parts_.config.model.seq_length;
+  return after;
 }
 
 std::optional<Trainer::StepPlan> Trainer::plan_step() {
   const double t = clock_.fraction(progress_);
   const Quantity& stop_after = parts_.config.run.stop_after;
-  if (stop_requested()) {
+  if (stop_signal_ != 0) {
     stop_reason_ = signal_name(stop_signal_);
   } else if (t >= 1) {
     stop_reason_ = clock_.covers_next_step(progress_) ? "budget" : "replay ends";
@@ -107,38 +91,34 @@ std::optional<Trainer::StepPlan> Trainer::plan_step() {
 bool Trainer::run_step(const StepPlan& plan, StepRecord& record) {
   const double start_s = steady_now_s();
   traffic_.begin_step();
-  const std::int64_t micro_batches = plan.batch_size / (train_.micro_batch_size * parts_.mesh.layout().data);
-  if (!micro_steps_.run_batch(progress_.step + 1, progress_.consumed_samples, micro_batches,
-                              [this] { return stop_requested(); })) {
-    parts_.store.zero_grad();
-    return false;
-  }
-  sync_.finish();
-  // The gradients are those of the loss sum; one factor turns them into the clipped gradient of the mean.
-  const MicroSteps::Totals own = micro_steps_.totals();
-  record.data_wait_s = own.data_wait_s;
-  const bool adds = parts_.mesh.place().tp_rank == 0 && parts_.mesh.is_last_stage();
-  const at::Tensor totals = adds ? at::tensor({own.loss_sum, own.masked}, at::kDouble) : at::zeros({2}, at::kDouble);
-  parts_.mesh.world().all_reduce_(totals);
-  const double count = totals[1].item<double>();
-  record.loss = totals[0].item<double>() / count;
-  record.grad_norm = optimizer_.grad_norm() / count;
-  if (std::isfinite(record.grad_norm) && std::isfinite(record.loss)) {
-    progress_.skipped_in_a_row = 0;
-    const std::int64_t update = progress_.step - progress_.skipped + 1;
-    optimizer_.update(update, plan.lr, clip_factor(record.grad_norm, train_.clip) / count);
+  Progress after = progress_after(plan);
+  watch_.clock_s = [&] { return clock_.elapsed_s(after); };
+  const TrainingStep::Result result =
+      step_.run({.step = after.step,
+                 .update = after.step - progress_.skipped,
+                 .first_sample = progress_.consumed_samples,
+                 .micro_batches = plan.batch_size / (train_.micro_batch_size * parts_.mesh.layout().data),
+                 .lr = plan.lr},
+                watch_);
+  stop_signal_ = result.signal;
+  if (!result.completed) return false;
+  record.loss = result.loss;
+  record.grad_norm = result.grad_norm;
+  record.data_wait_s = result.data_wait_s;
+  after.elapsed_s = result.clock_s;
+  if (result.finite) {
+    after.skipped_in_a_row = 0;
   } else {
-    const std::string what =
-        concat("step ", progress_.step + 1, ": loss ", record.loss, ", gradient norm ", record.grad_norm);
-    progress_.skipped += 1;
-    progress_.skipped_in_a_row += 1;
+    const std::string what = concat("step ", after.step, ": loss ", record.loss, ", gradient norm ", record.grad_norm);
+    after.skipped += 1;
+    after.skipped_in_a_row += 1;
     metrics_.event("non-finite", what, progress_);
-    CRAM_CHECK(train_.on_nonfinite == "skip" && progress_.skipped_in_a_row < kSkipsThatHalt, ExitCode::kNonFinite, what,
-               " is not finite (", progress_.skipped_in_a_row,
+    CRAM_CHECK(train_.on_nonfinite == "skip" && after.skipped_in_a_row < kSkipsThatHalt, ExitCode::kNonFinite, what,
+               " is not finite (", after.skipped_in_a_row,
                " in a row); lower train.lr and resume from the last checkpoint");
     log_warning(what, " is not finite: the update is skipped");
-    parts_.store.zero_grad();
   }
+  progress_ = after;
   traffic_.end_step(plan.batch_size);
   record.step_s = steady_now_s() - start_s;
   return true;
@@ -165,7 +145,7 @@ void Trainer::report(const StepPlan& plan, const StepRecord& measured, const Pro
 }
 
 void Trainer::announce_epoch(std::int64_t consumed_before) const {
-  const std::int64_t rows = parts_.shards->rows();
+  const std::int64_t rows = parts_.rows_an_epoch;
   if (consumed_before / rows != progress_.consumed_samples / rows) {
     log_info("epoch ", progress_.consumed_samples / rows + 1, " starts: the ", rows,
              " rows are read again with new masks");

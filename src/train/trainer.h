@@ -6,18 +6,16 @@
 #include <optional>
 #include <string>
 
-#include "data/loader.h"
-#include "model/encoder.h"
+#include "data/batch_source.h"
 #include "parallel/mesh.h"
 #include "train/checkpoint.h"
 #include "train/interval.h"
 #include "train/metrics.h"
-#include "train/micro_steps.h"
-#include "train/optimizer.h"
 #include "train/run_folder.h"
 #include "train/signals.h"
 #include "train/traffic.h"
 #include "train/train_config.h"
+#include "train/training_step.h"
 
 namespace cram {
 
@@ -25,9 +23,10 @@ namespace cram {
 struct TrainerParts {
   const Config& config;  ///< resolved
   const Mesh& mesh;
-  Encoder& encoder;
+  Model& model;
   ParameterStore& store;
-  std::shared_ptr<ShardSet> shards;  ///< train split
+  BatchSource& batches;           ///< from sample checkpoint_info.progress.consumed_samples on
+  std::int64_t rows_an_epoch = 0;  ///< of the source
   const StopSignals& signals;
   std::string run_folder;
   CheckpointInfo checkpoint_info;  ///< settings, identity and environment for checkpoints; `progress` to start from
@@ -50,8 +49,8 @@ class Trainer {
   };
   /// The next step, or nothing when the run is over (`stop_reason_` says why).
   [[nodiscard]] std::optional<StepPlan> plan_step();
-  /// True when a signal has reached any rank; all ranks learn it at the same call.
-  [[nodiscard]] bool stop_requested();
+  /// The progress after a step of this plan, as far as it is known before the step.
+  [[nodiscard]] Progress progress_after(const StepPlan& plan) const;
   /// All micro-steps of a batch and the update; false when a signal came, with the partial batch dropped.
   [[nodiscard]] bool run_step(const StepPlan& plan, StepRecord& record);
   void report(const StepPlan& plan, const StepRecord& record, const Progress& before);
@@ -64,17 +63,15 @@ class Trainer {
 
   TrainerParts parts_;
   const TrainConfig& train_;
-  Optimizer optimizer_;
+  TrainingStep step_;
   BudgetClock clock_;
   Progress progress_;
   CheckpointFolder checkpoints_;
   MetricsFiles metrics_;
   ProgressLine progress_line_;
   Interval log_every_, eval_every_, save_every_;
-  std::unique_ptr<Loader> loader_;
-  GradSync sync_;
-  MicroSteps micro_steps_;
   TrafficMeter traffic_;
+  TrainingStep::Watch watch_;
   int stop_signal_ = 0;  ///< agreed by all ranks
   std::string stop_reason_;
   std::optional<EvalRecord> last_eval_;

@@ -101,9 +101,9 @@ class LoaderTest : public ::testing::Test {
   }
   static std::vector<Row> rows_of(const Batch& batch) {
     std::vector<Row> rows(static_cast<std::size_t>(batch.rows));
-    const std::vector<std::int64_t> ids = values(batch.ids);
-    const std::vector<std::int64_t> positions = values(batch.positions);
-    const std::vector<std::int64_t> labels = values(batch.labels);
+    const std::vector<std::int64_t> ids = values(batch["ids"]);
+    const std::vector<std::int64_t> positions = values(batch["positions"]);
+    const std::vector<std::int64_t> labels = values(batch["labels"]);
     EXPECT_TRUE(std::is_sorted(positions.begin(), positions.end()));
     EXPECT_EQ(positions.size(), labels.size());
     for (std::size_t b = 0; b < rows.size(); ++b) {
@@ -133,10 +133,10 @@ TEST_F(LoaderTest, BatchesHaveTheShapesOfTheContract) {
   Loader loader(shards(), settings(), 0);
   const Batch batch = loader.next();
   EXPECT_EQ(batch.rows, 6);
-  EXPECT_EQ(batch.ids.sizes(), (at::IntArrayRef{6, kSeqLength}));
-  EXPECT_EQ(batch.labels.sizes(), (at::IntArrayRef{12}));
-  EXPECT_EQ(batch.positions.sizes(), (at::IntArrayRef{12}));
-  EXPECT_EQ(batch.ids.scalar_type(), at::kLong);
+  EXPECT_EQ(batch["ids"].sizes(), (at::IntArrayRef{6, kSeqLength}));
+  EXPECT_EQ(batch["labels"].sizes(), (at::IntArrayRef{12}));
+  EXPECT_EQ(batch["positions"].sizes(), (at::IntArrayRef{12}));
+  EXPECT_EQ(batch["ids"].scalar_type(), at::kLong);
   for (const Row& row : rows_of(batch)) EXPECT_EQ(row.positions.size(), 2U);
 }
 

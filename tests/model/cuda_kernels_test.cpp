@@ -246,25 +246,26 @@ TEST(Cuda, Attention) {
   for (const Size& size : {Size{1, 1, 1, 8}, Size{1, 1, 16, 16}, Size{2, 3, 33, 64}, Size{4, 12, 128, 64},
                            Size{2, 1, 48, 80}, Size{1, 1, 512, 128}, Size{3, 2, 10, 20}}) {
     const std::string what = concat(size.seq, " tokens, heads of ", size.head_dim);
+    const kernels::AttentionSettings settings{.batch = size.batch, .heads = size.heads, .head_dim = size.head_dim};
     const at::Tensor qkv = random({size.batch * size.seq, 3 * size.heads * size.head_dim}, at::kBFloat16, 1);
     const at::Tensor d_context = random({size.batch * size.seq, size.heads * size.head_dim}, at::kBFloat16, 2);
     kernels::AttentionSaved saved, exact;
-    const at::Tensor context = kernels::attention(on_gpu(qkv), size.batch, size.heads, true, &saved);
+    const at::Tensor context = kernels::attention(on_gpu(qkv), settings, &saved);
     EXPECT_EQ(saved.qkv.defined(), size.head_dim % 8 == 0) << what << ": which version ran";
-    const at::Tensor d_qkv = kernels::attention_backward(on_gpu(d_context), size.batch, size.heads, saved);
-    const at::Tensor expected = kernels::composed::attention(wide(qkv), size.batch, size.heads, true, &exact);
-    const at::Tensor expected_d = kernels::composed::attention_backward(wide(d_context), size.batch, size.heads, exact);
+    const at::Tensor d_qkv = kernels::attention_backward(on_gpu(d_context), settings, saved);
+    const at::Tensor expected = kernels::composed::attention(wide(qkv), settings, &exact);
+    const at::Tensor expected_d = kernels::composed::attention_backward(wide(d_context), settings, exact);
     ASSERT_EQ(context.sizes(), expected.sizes());
     ASSERT_EQ(d_qkv.sizes(), expected_d.sizes());
     EXPECT_LE(norm_error(context.cpu(), expected), 0.006) << what;
     EXPECT_LE(norm_error(d_qkv.cpu(), expected_d), 0.012) << what;
-    EXPECT_LE(norm_error(kernels::attention(on_gpu(qkv), size.batch, size.heads, true, nullptr).cpu(), expected),
+    EXPECT_LE(norm_error(kernels::attention(on_gpu(qkv), settings, nullptr).cpu(), expected),
               0.006);
     expect_same_bits_twice(
         [&] {
           kernels::AttentionSaved s;
-          const at::Tensor c = kernels::attention(on_gpu(qkv), size.batch, size.heads, true, &s);
-          return std::vector{c, kernels::attention_backward(on_gpu(d_context), size.batch, size.heads, s)};
+          const at::Tensor c = kernels::attention(on_gpu(qkv), settings, &s);
+          return std::vector{c, kernels::attention_backward(on_gpu(d_context), settings, s)};
         },
         what);
   }
@@ -352,13 +353,13 @@ TEST(Cuda, GradientsOfAModel) {
   const at::Tensor ids = at::arange(4 * 16).mul(7).remainder(96).add(5).view({4, 16});
   const at::Tensor positions = at::arange(0, 64, 4), labels = positions.remainder(90).add(5);
   Model exact(config, Precision::kFp64);
-  const double expected = exact.encoder.forward_backward(ids, positions, labels).item<double>();
+  const double expected = exact.forward_backward(ids, positions, labels).item<double>();
   for (const Precision precision : {Precision::kBf16, Precision::kFp32}) {
     ParameterStore store;
-    Encoder encoder(config, store);
-    store.allocate(precision, kGpu);
+    cram::Model model(config, store);
+    store.allocate(precision, kGpu, adam_states());
     store.initialize(0);
-    const double loss = encoder.forward_backward(on_gpu(ids), on_gpu(positions), on_gpu(labels)).item<double>();
+    const double loss = forward_backward(model, batch_of(on_gpu(ids), on_gpu(positions), on_gpu(labels))).item<double>();
     EXPECT_NEAR(loss / expected, 1, precision == Precision::kBf16 ? 0.01 : 1e-5);
     for (ParamId id = 0; id < store.size(); ++id) {
       EXPECT_LE(norm_error(store.grad(id).cpu(), exact.store.grad(id)), precision == Precision::kBf16 ? 0.05 : 1e-4)

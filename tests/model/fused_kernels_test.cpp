@@ -152,41 +152,42 @@ TEST(Fused, Attention) {
        {Size{1, 1, 16, 16}, Size{2, 3, 32, 64}, Size{1, 2, 128, 64}, Size{2, 1, 48, 80}, Size{1, 1, 512, 128},
         Size{3, 2, 112, 32}, Size{2, 2, 66, 18}, Size{1, 3, 10, 6}, Size{1, 1, 2, 2}}) {
     const std::string what = std::to_string(size.seq) + " tokens, heads of " + std::to_string(size.head_dim);
+    const kernels::AttentionSettings settings{.batch = size.batch, .heads = size.heads, .head_dim = size.head_dim};
     const at::Tensor qkv = random_bf16({size.batch * size.seq, 3 * size.heads * size.head_dim}, 1);
     const at::Tensor d_context = random_bf16({size.batch * size.seq, size.heads * size.head_dim}, 2);
     kernels::AttentionSaved saved, wide;
-    const at::Tensor context = kernels::attention(qkv, size.batch, size.heads, true, &saved);
+    const at::Tensor context = kernels::attention(qkv, settings, &saved);
     ASSERT_TRUE(saved.qkv.defined()) << "the composed version ran";
-    const at::Tensor expected = kernels::composed::attention(qkv.to(at::kDouble), size.batch, size.heads, true, &wide);
-    const at::Tensor d_qkv = kernels::attention_backward(d_context, size.batch, size.heads, saved);
+    const at::Tensor expected = kernels::composed::attention(qkv.to(at::kDouble), settings, &wide);
+    const at::Tensor d_qkv = kernels::attention_backward(d_context, settings, saved);
     const at::Tensor expected_d =
-        kernels::composed::attention_backward(d_context.to(at::kDouble), size.batch, size.heads, wide);
+        kernels::composed::attention_backward(d_context.to(at::kDouble), settings, wide);
     // Sums over bf16 probabilities: each is off by half a unit, the sum by less than all of them together.
     EXPECT_LE(norm_error(context, expected), 0.004) << what;
     EXPECT_LE(norm_error(d_qkv, expected_d), 0.006) << what;
     expect_close(context, expected, 3, "context " + what);
     // No worse than the composition in bf16.
     kernels::AttentionSaved rounded;
-    const at::Tensor composed = kernels::composed::attention(qkv, size.batch, size.heads, true, &rounded);
+    const at::Tensor composed = kernels::composed::attention(qkv, settings, &rounded);
     EXPECT_LE(norm_error(context, expected), 1.05 * norm_error(composed, expected)) << what;
     EXPECT_LE(norm_error(d_qkv, expected_d),
-              1.05 * norm_error(kernels::composed::attention_backward(d_context, size.batch, size.heads, rounded),
+              1.05 * norm_error(kernels::composed::attention_backward(d_context, settings, rounded),
                                 expected_d))
         << what;
     expect_same_bits_for_threads(
         [&] {
           kernels::AttentionSaved s;
-          const at::Tensor c = kernels::attention(qkv, size.batch, size.heads, true, &s);
-          return std::vector{c, kernels::attention_backward(d_context, size.batch, size.heads, s)};
+          const at::Tensor c = kernels::attention(qkv, settings, &s);
+          return std::vector{c, kernels::attention_backward(d_context, settings, s)};
         },
         what);
   }
   // A size that the kernel cannot do takes the composition, scores of 100 do not overflow.
   kernels::AttentionSaved odd;
-  (void)kernels::attention(random_bf16({9, 3 * 16}, 1), 1, 1, true, &odd);
+  (void)kernels::attention(random_bf16({9, 3 * 16}, 1), {.head_dim = 16}, &odd);
   EXPECT_FALSE(odd.qkv.defined());
   const at::Tensor large = random_bf16({32, 3 * 16}, 1, 20);
-  EXPECT_TRUE(kernels::attention(large, 1, 1, true, nullptr).isfinite().all().item<bool>());
+  EXPECT_TRUE(kernels::attention(large, {.head_dim = 16}, nullptr).isfinite().all().item<bool>());
 }
 
 // Some queries alone, in any order, some rows without any: the same as all of them with the others' gradients zero.
@@ -197,6 +198,7 @@ TEST(Fused, AttentionOfPickedRows) {
   };
   for (const Size& size : {Size{1, 1, 2, 2}, Size{3, 2, 66, 18}, Size{2, 3, 128, 64}, Size{2, 1, 9, 8}}) {
     const std::int64_t rows = size.batch * size.seq;
+    const kernels::AttentionSettings settings{.batch = size.batch, .heads = size.heads, .head_dim = size.head_dim};
     const at::Tensor qkv = random_bf16({rows, 3 * size.heads * size.head_dim}, 1);
     const at::Tensor shuffled = at::randperm(rows, at::detail::createCPUGenerator(3), at::kLong);
     for (const std::int64_t count : {std::int64_t{0}, std::int64_t{1}, rows / 3 + 1, rows}) {
@@ -206,13 +208,13 @@ TEST(Fused, AttentionOfPickedRows) {
       const std::string what = concat(size.batch, "x", size.seq, ", ", picks.numel(), " picked");
       const at::Tensor d_picked = random_bf16({picks.numel(), size.heads * size.head_dim}, 2);
       kernels::AttentionSaved saved, whole;
-      const at::Tensor context = kernels::attention(qkv, size.batch, size.heads, true, &saved, picks);
-      const at::Tensor all = kernels::composed::attention(qkv.to(at::kDouble), size.batch, size.heads, true, &whole);
+      const at::Tensor context = kernels::attention(qkv, settings, &saved, picks);
+      const at::Tensor all = kernels::composed::attention(qkv.to(at::kDouble), settings, &whole);
       const at::Tensor expected = at::index_select(all, 0, picks);
       ASSERT_EQ(context.sizes(), expected.sizes()) << what;
-      const at::Tensor d_qkv = kernels::attention_backward(d_picked, size.batch, size.heads, saved);
+      const at::Tensor d_qkv = kernels::attention_backward(d_picked, settings, saved);
       const at::Tensor expected_d = kernels::composed::attention_backward(
-          kernels::put_rows(d_picked.to(at::kDouble), picks, rows), size.batch, size.heads, whole);
+          kernels::put_rows(d_picked.to(at::kDouble), picks, rows), settings, whole);
       ASSERT_EQ(d_qkv.sizes(), expected_d.sizes()) << what;
       if (picks.numel() == 0) {
         EXPECT_EQ(d_qkv.abs().max().item<float>(), 0) << what;
@@ -223,8 +225,8 @@ TEST(Fused, AttentionOfPickedRows) {
       expect_same_bits_for_threads(
           [&] {
             kernels::AttentionSaved s;
-            const at::Tensor c = kernels::attention(qkv, size.batch, size.heads, true, &s, picks);
-            return std::vector{c, kernels::attention_backward(d_picked, size.batch, size.heads, s)};
+            const at::Tensor c = kernels::attention(qkv, settings, &s, picks);
+            return std::vector{c, kernels::attention_backward(d_picked, settings, s)};
           },
           what);
     }

@@ -18,7 +18,7 @@ using test::relative_error;
 const char* const kFiles[] = {"one_layer", "two_layers", "large_weights"};
 
 double run(Model& model, const Golden& golden) {
-  return model.encoder.forward_backward(golden.at("ids"), golden.at("positions"), golden.at("labels")).item<double>();
+  return model.forward_backward(golden.at("ids"), golden.at("positions"), golden.at("labels")).item<double>();
 }
 
 // Largest relative error over hidden states, logits, loss and all gradients; `worst` names the tensor.
@@ -29,8 +29,8 @@ double distance(Model& model, const Golden& golden, std::string* worst = nullptr
     largest = error;
     if (worst != nullptr) *worst = name;
   };
-  look("hidden", relative_error(model.encoder.hidden(golden.at("ids")), golden.at("hidden")));
-  look("logits", relative_error(model.encoder.logits(golden.at("ids"), golden.at("positions")), golden.at("logits")));
+  look("hidden", relative_error(model.hidden(golden.at("ids")), golden.at("hidden")));
+  look("logits", relative_error(model.logits(golden.at("ids"), golden.at("positions")), golden.at("logits")));
   model.store.zero_grad();
   look("loss_sum", std::abs(run(model, golden) / golden.number("loss_sum") - 1));
   for (ParamId id = 0; id < model.store.size(); ++id) {
@@ -106,8 +106,8 @@ TEST_P(GoldenFile, EvaluationAgreesWithTraining) {
   const Golden golden(GetParam());
   Model model(golden.config, Precision::kFp64);
   model.load(golden);
-  const Encoder::Evaluation result =
-      model.encoder.evaluate(golden.at("ids"), golden.at("positions"), golden.at("labels"));
+  const Objective::Evaluation result =
+      model.evaluate(golden.at("ids"), golden.at("positions"), golden.at("labels"));
   EXPECT_NEAR(result.loss_sum.item<double>() / golden.number("loss_sum"), 1, 1e-12);
   EXPECT_EQ(result.correct.item<std::int64_t>(),
             golden.at("logits").argmax(1).eq(golden.at("labels")).sum().item<std::int64_t>());
@@ -148,7 +148,7 @@ TEST(Accumulation, TwoMicroBatchesAddUp) {
     for (const auto& [first, last] : {std::pair<std::int64_t, std::int64_t>{0, 2}, {2, 5}}) {
       const at::Tensor picked =
           golden.at("positions").ge(first * seq).logical_and(golden.at("positions").lt(last * seq));
-      sum += parts.encoder
+      sum += parts
                  .forward_backward(golden.at("ids").slice(0, first, last),
                                    golden.at("positions").masked_select(picked) - first * seq,
                                    golden.at("labels").masked_select(picked))
@@ -184,11 +184,11 @@ TEST(MaskedPositions, NoneIsALossOfZeroWithoutGradients) {
   for (const Precision precision : {Precision::kFp64, Precision::kBf16}) {
     Model model(golden.config, precision);
     const at::Tensor none = at::empty({0}, at::kLong);
-    EXPECT_EQ(model.encoder.forward_backward(golden.at("ids"), none, none).item<double>(), 0);
+    EXPECT_EQ(model.forward_backward(golden.at("ids"), none, none).item<double>(), 0);
     for (ParamId id = 0; id < model.store.size(); ++id) {
       EXPECT_EQ(model.store.grad(id).abs().max().item<double>(), 0) << model.store.spec(id).name;
     }
-    EXPECT_EQ(model.encoder.evaluate(golden.at("ids"), none, none).loss_sum.item<double>(), 0);
+    EXPECT_EQ(model.evaluate(golden.at("ids"), none, none).loss_sum.item<double>(), 0);
   }
 }
 
@@ -198,7 +198,7 @@ TEST(MaskedPositions, TheirOrderDoesNotMatter) {
   a.load(golden);
   b.load(golden);
   const double loss = run(a, golden);
-  EXPECT_NEAR(b.encoder.forward_backward(golden.at("ids"), golden.at("positions").flip(0), golden.at("labels").flip(0))
+  EXPECT_NEAR(b.forward_backward(golden.at("ids"), golden.at("positions").flip(0), golden.at("labels").flip(0))
                       .item<double>() /
                   loss,
               1, 1e-13);
@@ -232,13 +232,13 @@ TEST(ShortRows, PositionsStartAtZero) {
   Model model(golden.config, Precision::kFp64);
   model.load(golden);
   const at::Tensor ids = golden.at("ids").slice(1, 0, 5).contiguous();
-  const at::Tensor hidden = model.encoder.hidden(ids);
+  const at::Tensor hidden = model.hidden(ids);
   EXPECT_EQ(hidden.sizes(), (std::vector<std::int64_t>{1, 5, golden.config.hidden}));
   ModelConfig short_config = golden.config;
   short_config.seq_length = 5;
   Model other(short_config, Precision::kFp64);
   other.load(golden);
-  EXPECT_LE(relative_error(other.encoder.hidden(ids), hidden), 1e-13);
+  EXPECT_LE(relative_error(other.hidden(ids), hidden), 1e-13);
 }
 
 TEST(LargeScores, SaturatedAttentionStaysFinite) {

@@ -16,15 +16,24 @@ using test::relative_error;
 using test::self_group;
 
 struct Pair {
-  const char* structure;
-  const char* tp_style;
+  std::string structure, name;
+  LinearStyle style;
 };
+
+// Every style of every structure there is.
+std::vector<Pair> all_pairs() {
+  std::vector<Pair> pairs;
+  for (const LinearStructure& row : linear_structures().rows()) {
+    if (row.replicated != nullptr) pairs.push_back({row.name, "replicated", LinearStyle::kReplicated});
+    if (row.column != nullptr) pairs.push_back({row.name, "column", LinearStyle::kColumn});
+    if (row.row != nullptr) pairs.push_back({row.name, "row", LinearStyle::kRow});
+  }
+  return pairs;
+}
 class LinearTable : public testing::TestWithParam<Pair> {};
-INSTANTIATE_TEST_SUITE_P(All, LinearTable,
-                         testing::Values(Pair{"dense", "replicated"}, Pair{"dense", "column"}, Pair{"dense", "row"}),
-                         [](const auto& given) {
-                           return std::string(given.param.structure) + "_" + given.param.tp_style;
-                         });
+INSTANTIATE_TEST_SUITE_P(All, LinearTable, testing::ValuesIn(all_pairs()), [](const auto& given) {
+  return given.param.structure + "_" + given.param.name;
+});
 
 constexpr std::int64_t kIn = 12, kOut = 20, kRows = 7;
 
@@ -35,8 +44,8 @@ at::Tensor random(at::IntArrayRef shape, std::uint64_t seed) {
 
 TEST_P(LinearTable, ForwardIsTheMaterialisedMatrix) {
   ParameterStore store;
-  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", kIn, kOut, 0.5}, store, self_group());
-  store.allocate(Precision::kFp64, at::kCPU);
+  const auto layer = make_linear(GetParam().structure, GetParam().style, {"x", kIn, kOut, 0.5}, store, self_group());
+  store.allocate(Precision::kFp64, at::kCPU, test::adam_states());
   store.initialize(3);
   const at::Tensor x = random({kRows, kIn}, 1);
   EXPECT_EQ(layer->materialize().sizes(), (std::vector<std::int64_t>{kOut, kIn}));
@@ -45,8 +54,8 @@ TEST_P(LinearTable, ForwardIsTheMaterialisedMatrix) {
 
 TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
   ParameterStore store;
-  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", kIn, kOut, 0.5}, store, self_group());
-  store.allocate(Precision::kFp64, at::kCPU);
+  const auto layer = make_linear(GetParam().structure, GetParam().style, {"x", kIn, kOut, 0.5}, store, self_group());
+  store.allocate(Precision::kFp64, at::kCPU, test::adam_states());
   store.initialize(3);
   const at::Tensor x = random({kRows, kIn}, 1), dy = random({kRows, kOut}, 2);
   const auto value = [&] { return (layer->forward(x, nullptr) * dy).sum().item<double>(); };
@@ -82,8 +91,8 @@ TEST_P(LinearTable, GradientsAgreeWithFiniteDifferences) {
 
 TEST_P(LinearTable, InitialVarianceIsAsAsked) {
   ParameterStore store;
-  const auto layer = make_linear(GetParam().structure, GetParam().tp_style, {"x", 300, 200, 0.02}, store, self_group());
-  store.allocate(Precision::kFp64, at::kCPU);
+  const auto layer = make_linear(GetParam().structure, GetParam().style, {"x", 300, 200, 0.02}, store, self_group());
+  store.allocate(Precision::kFp64, at::kCPU, test::adam_states());
   store.initialize(3);
   const double n = 300 * 200;
   EXPECT_NEAR(layer->materialize().std().item<double>() / 0.02, 1, 6 / std::sqrt(2 * n));
@@ -93,23 +102,30 @@ TEST_P(LinearTable, InitialVarianceIsAsAsked) {
 TEST(Linear, DenseHasOneDecayingWeightOfThePublicName) {
   ParameterStore store;
   const auto layer =
-      make_linear("dense", "replicated", {"encoder.layers.3.attn.dense", kIn, kOut, 0.02}, store, self_group());
+      make_linear("dense", LinearStyle::kReplicated, {"encoder.layers.3.attn.dense", kIn, kOut, 0.02}, store, self_group());
   ASSERT_EQ(store.size(), 1U);
   const ParamSpec& spec = store.spec(0);
   EXPECT_EQ(spec.name, "encoder.layers.3.attn.dense.weight");
   EXPECT_EQ(spec.global_shape, (std::vector<std::int64_t>{kOut, kIn}));
-  EXPECT_TRUE(spec.decay);
-  EXPECT_FALSE(spec.full_precision);
-  EXPECT_EQ(spec.fan_in, kIn);
+  EXPECT_TRUE(spec.traits.decay);
+  EXPECT_FALSE(spec.traits.full_precision);
 }
 
-TEST(Linear, UnknownPairsNameTheSupportedOnes) {
+TEST(Linear, UnknownStructuresAndStylesNameTheKnownOnes) {
   ParameterStore store;
-  for (const auto& [structure, style] : {std::pair{"dense", "columns"}, {"low-rank", "replicated"}, {"", ""}}) {
-    test::expect_error(ExitCode::kUsage, {"dense/replicated", structure, style}, [&, s = structure, t = style] {
-      (void)make_linear(s, t, {"x", 4, 4, 0.02}, store, self_group());
+  for (const char* structure : {"low-rank", ""}) {
+    test::expect_error(ExitCode::kUsage, {"linear structure", structure, "known: dense"}, [&] {
+      (void)make_linear(structure, LinearStyle::kReplicated, {"x", 4, 4, 0.02}, store, self_group());
     });
   }
+  static const bool added = [] {
+    linear_structures().add({"columns-only", nullptr, linear_structures().at("dense").column, nullptr});
+    return true;
+  }();
+  EXPECT_TRUE(added);
+  test::expect_error(ExitCode::kUsage, {"columns-only", "has no tensor-parallel style row", "it has: column"}, [&] {
+    (void)make_linear("columns-only", LinearStyle::kRow, {"x", 4, 4, 0.02}, store, self_group());
+  });
   EXPECT_EQ(store.size(), 0U);
 }
 

@@ -119,10 +119,8 @@ TEST(Panels, StoreTellsOfRawWrites) {
   const ParamId id = store.add({.name = "w.weight",
                                 .global_shape = {64, 32},
                                 .init = InitRule::kNormal,
-                                .init_value = 1.0,
-                                .decay = true,
-                                .fan_in = 32});
-  store.allocate(Precision::kBf16, at::kCPU, true);
+                                .init_value = 1.0});
+  store.allocate(Precision::kBf16, at::kCPU, test::adam_states());
   store.initialize(1);
   const at::Tensor x = random_bf16({8, 32}, 2);
   kernels::WeightPanels panels;

@@ -33,7 +33,7 @@ TEST(ModelConfig, CountEqualsWhatTheModelRegisters) {
     ModelConfig config = small_config();
     config.layers = layers;
     ParameterStore store;
-    const Encoder encoder(config, store);
+    const cram::Model model(config, store);
     std::int64_t sum = 0;
     for (ParamId id = 0; id < store.size(); ++id) sum += store.local_numel(id);
     EXPECT_EQ(sum, parameter_count(config));
@@ -102,8 +102,8 @@ TEST(Encoder, HasThePublicNamesShapesAndClasses) {
     ASSERT_TRUE(expected.count(spec.name)) << spec.name;
     EXPECT_EQ(spec.global_shape, expected[spec.name]) << spec.name;
     const bool is_norm = spec.name.find("norm") != std::string::npos;
-    EXPECT_EQ(spec.decay, !is_norm) << spec.name << " (the position scale decays, norms and biases do not)";
-    EXPECT_EQ(spec.full_precision, is_norm || spec.name.find("scale_factor") != std::string::npos) << spec.name;
+    EXPECT_EQ(spec.traits.decay, !is_norm) << spec.name << " (the position scale decays, norms and biases do not)";
+    EXPECT_EQ(spec.traits.full_precision, is_norm || spec.name.find("scale_factor") != std::string::npos) << spec.name;
   }
 }
 
@@ -191,7 +191,7 @@ TEST(InitialValues, AreRoundedOnceForEveryPrecision) {
   for (ParamId id = 0; id < exact.store.size(); ++id) {
     EXPECT_TRUE(fp32.store.master(id).equal(exact.store.master(id).to(at::kFloat)));
     EXPECT_TRUE(bf16.store.master(id).equal(fp32.store.master(id)));
-    const bool full = bf16.store.spec(id).full_precision;
+    const bool full = bf16.store.spec(id).traits.full_precision;
     EXPECT_EQ(bf16.store.weight(id).scalar_type(), full ? at::kFloat : at::kBFloat16);
     EXPECT_TRUE(bf16.store.weight(id).equal(bf16.store.master(id).to(bf16.store.weight(id).scalar_type())));
     EXPECT_EQ(fp32.store.weight(id).data_ptr(), fp32.store.master(id).data_ptr()) << "one copy in one format";
@@ -203,9 +203,9 @@ TEST(Buffers, AreViewsByClassWithZeroPadding) {
   Model model(small_config(), Precision::kBf16);
   std::set<std::pair<bool, bool>> classes;
   for (const FlatBuffers& b : model.store.buffers()) {
-    EXPECT_TRUE(classes.insert({b.decay, b.full_precision}).second);
+    EXPECT_TRUE(classes.insert({b.traits.decay, b.traits.full_precision}).second);
     EXPECT_EQ(b.numel % kParamAlignment, 0);
-    for (const at::Tensor* t : {&b.working, &b.master, &b.grad, &b.exp_avg, &b.exp_avg_sq})
+    for (const at::Tensor* t : {&b.working, &b.master, &b.grad, &b.states[0].tensor, &b.states[1].tensor})
       EXPECT_EQ(t->numel(), b.numel);
   }
   // Views cover the buffers without overlap: fill each with its number, sum over views equals sum over buffers.
@@ -223,13 +223,13 @@ TEST(Buffers, AreViewsByClassWithZeroPadding) {
 
 TEST(Buffers, WithoutAnOptimizerHaveWeightsOnly) {
   ParameterStore store;
-  const Encoder encoder(small_config(), store);
-  store.allocate(Precision::kBf16, at::kCPU, /*with_optimizer=*/false);
+  const cram::Model model(small_config(), store);
+  store.allocate(Precision::kBf16, at::kCPU);
   store.initialize(0);
   EXPECT_TRUE(store.master(0).defined());
   EXPECT_TRUE(store.weight(0).defined());
   EXPECT_FALSE(store.grad(0).defined());
-  EXPECT_FALSE(store.exp_avg(0).defined());
+  EXPECT_FALSE(store.state(0, "exp_avg").defined());
 }
 
 TEST(ParameterStore, UnknownNamesAreAnError) {

@@ -9,6 +9,7 @@
 #include "support/expect_error.h"
 #include "support/golden.h"
 #include "support/thread_ranks.h"
+#include "train/forward_pass.h"
 #include "train/optimizer.h"
 
 namespace cram::test {
@@ -19,11 +20,11 @@ constexpr double kTolerance = 1e-10;
 // A rank's model with the golden weights' slices.
 struct ShardedModel {
   ParameterStore store;
-  Encoder encoder;
+  cram::Model model;
 
   ShardedModel(const ModelConfig& config, Communicator& tensor, Precision precision = Precision::kFp64)
-      : encoder(config, store, tensor) {
-    store.allocate(precision, at::kCPU);
+      : model(config, store, Placement{tensor}, "mlm") {
+    store.allocate(precision, at::kCPU, adam_states());
     store.initialize(0);
   }
   void load(const Golden& golden) {
@@ -73,16 +74,16 @@ TEST_P(TensorParallel, EncoderEqualsTheDenseOne) {
   const auto messages = run_ranks(GetParam().ranks, [&](Communicator& tensor) {
     ShardedModel model(golden.config, tensor);
     model.load(golden);
-    require(relative_error(model.encoder.hidden(golden.at("ids")), golden.at("hidden")) < kTolerance, "hidden states");
-    require(relative_error(model.encoder.logits(golden.at("ids"), golden.at("positions")), golden.at("logits")) <
-                kTolerance,
+    ForwardPass pass(model.model, model.store, self_group());
+    require(relative_error(pass.hidden(golden.at("ids")), golden.at("hidden")) < kTolerance, "hidden states");
+    require(relative_error(pass.outputs(golden.at("ids"), golden.at("positions")), golden.at("logits")) < kTolerance,
             "logits");
-    const auto evaluated = model.encoder.evaluate(golden.at("ids"), golden.at("positions"), golden.at("labels"));
+    const Batch batch = batch_of(golden.at("ids"), golden.at("positions"), golden.at("labels"));
+    const auto evaluated = pass.evaluate(batch);
     require(relative_error(evaluated.loss_sum, golden.at("loss_sum")) < kTolerance, "evaluated loss");
     const at::Tensor best = golden.at("logits").argmax(1).eq(golden.at("labels")).sum();
     require(at::equal(evaluated.correct, best), "correct predictions");
-    const at::Tensor loss =
-        model.encoder.forward_backward(golden.at("ids"), golden.at("positions"), golden.at("labels"));
+    const at::Tensor loss = forward_backward(model.model, batch);
     require(relative_error(loss, golden.at("loss_sum")) < kTolerance, "loss");
     gradients.add(model.store);
     // Rows of a padded vocabulary: weight and gradient exactly 0.
@@ -185,7 +186,11 @@ TEST(GradientNorm, CountsEveryParameterOnce) {
                       const ParamSpec& spec = model.store.spec(id);
                       model.store.grad(id).copy_(take_slice(at::ones(spec.global_shape, at::kDouble), spec));
                     }
-                    const double norm = Optimizer(model.store, {}, Mesh(tensor, Layout{.tensor = ranks})).grad_norm();
+                    const Mesh mesh(tensor, Layout{.tensor = ranks});
+                    const at::Tensor sum =
+                        at::full({1}, Optimizer("adamw", model.store, {}, mesh).own_sum_of_squares(), at::kDouble);
+                    tensor.all_reduce_(sum);
+                    const double norm = std::sqrt(sum.item<double>());
                     require(std::abs(norm - expected) < 1e-9 * expected, "norm " + std::to_string(norm));
                   }),
         std::to_string(ranks) + " ranks");
@@ -202,7 +207,7 @@ TEST(TensorParallelSizes, IllegalOnesNameTheLegalOnes) {
   config.layers = 1;
   for (const std::string& message : run_ranks(5, [&](Communicator& tensor) {
          ParameterStore store;
-         const Encoder encoder(config, store, tensor);
+         const Encoder encoder(config, store, Placement{tensor});
        })) {
     EXPECT_NE(message.find("parallel.tensor=5"), std::string::npos) << message;
     EXPECT_NE(message.find("legal sizes: 1, 2, 3, 4, 6, 12"), std::string::npos) << message;

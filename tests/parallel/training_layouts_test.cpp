@@ -104,7 +104,7 @@ TEST_P(LayoutVariant, SendsTheBytesOfTheFormulas) {
   setup.steps = 1;
   const TrainingResult result = train(setup);
   ASSERT_TRUE(result.fine());
-  std::int64_t masked = Rows::batch(layout_model(), 0, setup.batch_size).labels.numel();
+  std::int64_t masked = Rows::batch(layout_model(), 0, setup.batch_size)[field::kLabels].numel();
   Config config = training_config(setup);
   config.train.precision = "fp64";
   const Traffic expected = plan_run(config, setup.layout, setup.batch_size, 0, masked).traffic;
@@ -174,7 +174,7 @@ TEST(GradientNormOfALayout, CountsEveryParameterOnce) {
         }
       }
     };
-    masked = static_cast<double>(Rows::batch(layout_model(), 0, setup.batch_size).labels.numel());
+    masked = static_cast<double>(Rows::batch(layout_model(), 0, setup.batch_size)[field::kLabels].numel());
     const TrainingResult result = train(setup);
     ASSERT_TRUE(result.fine()) << result.messages[0];
     EXPECT_NEAR(result.norms[0] * masked, expected, 1e-9 * expected) << setup.text();
@@ -355,8 +355,8 @@ TEST(Replicas, AFlippedBitIsFoundAndNamed) {
       resolve_train_config(config, setup.layout);
       const Mesh mesh(world, setup.layout);
       ParameterStore store;
-      Encoder encoder(config.model, store, make_placement(config, mesh));
-      store.allocate(Precision::kBf16, at::kCPU, true, partition_of(setup, mesh));
+      const cram::Model model(config.model, store, make_placement(config, mesh), config.train.objective);
+      store.allocate(Precision::kBf16, at::kCPU, state_layout(config.train.optimizer), partition_of(setup, mesh));
       store.initialize(1);
       check_replicas(store, mesh, 1);  // nothing to find
       if (world.rank() == row.rank) {

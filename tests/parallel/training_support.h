@@ -1,5 +1,5 @@
 // A whole training run in one process with ranks as threads, in any layout, on made-up rows: what the layout tests
-// compare. It uses the trainer's own parts (MicroSteps, GradSync, Optimizer) and shows what lies between them.
+// compare. It uses the trainer's own TrainingStep and shows what lies between its parts.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -21,9 +21,8 @@
 #include "parallel/communicator_suite.h"
 #include "support/golden.h"
 #include "support/thread_ranks.h"
-#include "train/micro_steps.h"
-#include "train/optimizer.h"
 #include "train/replicas.h"
+#include "train/training_step.h"
 
 namespace cram::test {
 
@@ -97,9 +96,25 @@ struct Rows {
         ids.push_back(hide ? 4 : word);
       }
     }
-    return {at::tensor(ids, at::kLong).view({rows, model.seq_length}), at::tensor(labels, at::kLong),
-            at::tensor(positions, at::kLong), rows};
+    return batch_of(at::tensor(ids, at::kLong).view({rows, model.seq_length}), at::tensor(positions, at::kLong),
+                    at::tensor(labels, at::kLong));
   }
+};
+
+/// A data rank's micro-batches of Rows, from sample 0 on.
+class RowsSource final : public BatchSource {
+ public:
+  RowsSource(const ModelConfig& model, std::int64_t micro_batch, int dp_rank, int dp_size)
+      : model_(model), micro_batch_(micro_batch), stride_(micro_batch * dp_size), next_(micro_batch * dp_rank) {}
+  Batch next() override {
+    Batch batch = Rows::batch(model_, next_, micro_batch_);
+    next_ += stride_;
+    return batch;
+  }
+
+ private:
+  ModelConfig model_;
+  std::int64_t micro_batch_, stride_, next_;
 };
 
 /// The model of docs: l=4, h=48, a=4, V=101, s=16.
@@ -165,20 +180,29 @@ struct TrainingResult {
 
 namespace detail {
 
-using PieceOf = at::Tensor ParameterStore::OwnedRange::*;
+using PieceOf = std::function<at::Tensor(const ParameterStore::OwnedRange&)>;
+inline PieceOf masters() {
+  return [](const ParameterStore::OwnedRange& range) { return range.master; };
+}
+inline PieceOf gradients() {
+  return [](const ParameterStore::OwnedRange& range) { return range.grad; };
+}
+inline PieceOf state(std::size_t number) {
+  return [number](const ParameterStore::OwnedRange& range) { return range.states.at(number).tensor; };
+}
 
 // Adds this rank's owned parts of all parameters to full tensors.
-inline void collect(const ParameterStore& store, PieceOf kind, std::map<std::string, at::Tensor>& into) {
+inline void collect(const ParameterStore& store, const PieceOf& kind, std::map<std::string, at::Tensor>& into) {
   for (ParamId id = 0; id < store.size(); ++id) {
     const ParamSpec& spec = store.spec(id);
-    if (!spec.counts) continue;
+    if (!spec.traits.counts) continue;
     at::Tensor& full = into[spec.name];
     if (!full.defined()) full = at::full(spec.global_shape, std::nan(""), at::kDouble);
     // What other ranks have written stays: only the owned elements of the slice change.
     const at::Tensor local = take_slice(full, spec).contiguous().clone();
     const at::Tensor flat = local.view({-1});
     for (const ParameterStore::OwnedRange& range : store.owned(id)) {
-      flat.slice(0, range.begin, range.end).copy_((range.*kind).to(at::kDouble));
+      flat.slice(0, range.begin, range.end).copy_(kind(range).to(at::kDouble));
     }
     put_slice(full, spec, local);
   }
@@ -202,6 +226,7 @@ inline Config training_config(const TrainingSetup& setup) {
   config.parallel.split = setup.split;
   config.parallel.sequence_parallel = setup.sequence_parallel;
   config.parallel.zero = setup.zero ? 1 : 0;
+  config.parallel.overlap = setup.overlap;
   return config;
 }
 
@@ -219,23 +244,17 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
   Sabotaged device_world(world, setup.sabotage, "device world");
   const Mesh mesh(world, setup.layout, device_world);
   ParameterStore store;
-  Encoder encoder(config.model, store, make_placement(config, mesh));
-  store.allocate(setup.precision, setup.device, true, partition_of(setup, mesh));
+  cram::Model model(config.model, store, make_placement(config, mesh), config.train.objective);
+  store.allocate(setup.precision, setup.device, state_layout(config.train.optimizer), partition_of(setup, mesh));
   store.initialize(11);
-  GradSync sync = make_grad_sync(store, mesh, setup.overlap);
-  std::int64_t next = static_cast<std::int64_t>(mesh.place().dp_rank) * setup.micro_batch;
-  MicroSteps micro_steps(encoder, store, sync, mesh, config, [&] {
-    const Batch batch = Rows::batch(config.model, next, setup.micro_batch);
-    next += setup.micro_batch * setup.layout.data;
-    return batch;
-  });
-  Optimizer optimizer(store, {}, mesh);
+  RowsSource source(config.model, setup.micro_batch, mesh.place().dp_rank, setup.layout.data);
+  TrainingStep training_step(model, store, mesh, training_step_settings(config), source);
   {
     const std::lock_guard lock(mutex);
-    detail::collect(store, &ParameterStore::OwnedRange::master, result.initial);
+    detail::collect(store, detail::masters(), result.initial);
     double bytes = 0;
     for (const FlatBuffers& b : store.buffers()) {
-      bytes += static_cast<double>(b.master.nbytes() + b.exp_avg.nbytes() + b.exp_avg_sq.nbytes());
+      bytes += static_cast<double>(b.master.nbytes()) + static_cast<double>(b.state_bytes());
     }
     result.state_bytes[static_cast<std::size_t>(world.rank())] = bytes;
   }
@@ -244,22 +263,22 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
       {"tensor", &mesh.tensor()}, {"data", &mesh.data()}, {"pipeline", &mesh.pipeline()}, {"tied", &mesh.tied()}};
   for (std::int64_t step = 1; step <= setup.steps; ++step) {
     for (const auto& [name, group] : groups) group->trace().reset_bytes();
-    require(micro_steps.run_batch(step, (step - 1) * setup.batch_size, micro_batches), "nobody asked to stop");
-    sync.finish();
-    if (setup.meddle) setup.meddle(store, mesh, step);
-    const MicroSteps::Totals own = micro_steps.totals();
-    const bool adds = mesh.place().tp_rank == 0 && mesh.is_last_stage();
-    const at::Tensor totals = adds ? at::tensor({own.loss_sum, own.masked}, at::kDouble) : at::zeros({2}, at::kDouble);
-    world.all_reduce_(totals);
-    const double count = totals[1].item<double>();
-    if (step == 1) {
+    TrainingStep::Watch watch;
+    watch.reduced = [&] {
+      if (setup.meddle) setup.meddle(store, mesh, step);
+      if (step > 1) return;
       const std::lock_guard lock(mutex);
-      detail::collect(store, &ParameterStore::OwnedRange::grad, result.first_gradients);
-    }
-    const double norm = optimizer.grad_norm() / count;
+      detail::collect(store, detail::gradients(), result.first_gradients);
+    };
+    const TrainingStep::Result done = training_step.run({.step = step,
+                                                         .update = step,
+                                                         .first_sample = (step - 1) * setup.batch_size,
+                                                         .micro_batches = micro_batches,
+                                                         .lr = 1e-2},
+                                                        watch);
+    require(done.completed && done.finite, "nobody asked to stop");
     const at::Tensor norms = at::empty({world.size()}, at::kDouble);
-    world.all_gather(norms, at::full({1}, norm, at::kDouble));
-    optimizer.update(step, 1e-2, clip_factor(norm, 0.5) / count);
+    world.all_gather(norms, at::full({1}, done.grad_norm, at::kDouble));
     {
       const std::lock_guard lock(mutex);
       if (step == 1) {
@@ -270,9 +289,9 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
         }
       }
       if (world.rank() == 0) {
-        result.losses.push_back(totals[0].item<double>() / count);
-        result.norms.push_back(norm);
-        result.norms_agree = result.norms_agree && norms.eq(norm).all().item<bool>();
+        result.losses.push_back(done.loss);
+        result.norms.push_back(done.grad_norm);
+        result.norms_agree = result.norms_agree && norms.eq(done.grad_norm).all().item<bool>();
       }
       const bool watched = mesh.place().dp_rank == 0 && mesh.place().tp_rank == 0 && setup.layout.pipeline > 1;
       if (watched && (mesh.is_first_stage() || mesh.is_last_stage())) {
@@ -283,9 +302,9 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
   }
   if (setup.sabotage.group.empty()) check_replicas(store, mesh, setup.steps);
   const std::lock_guard lock(mutex);
-  detail::collect(store, &ParameterStore::OwnedRange::master, result.final);
-  detail::collect(store, &ParameterStore::OwnedRange::exp_avg, result.exp_avg);
-  detail::collect(store, &ParameterStore::OwnedRange::exp_avg_sq, result.exp_avg_sq);
+  detail::collect(store, detail::masters(), result.final);
+  detail::collect(store, detail::state(0), result.exp_avg);
+  detail::collect(store, detail::state(1), result.exp_avg_sq);
 }
 
 /// All ranks of the layout as threads.

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "base/safetensors.h"
-#include "model/encoder.h"
+#include "model/model.h"
 #include "parallel/mesh.h"
 
 namespace cram::test {
@@ -73,14 +73,61 @@ inline const Mesh& self_mesh() {
   return mesh;
 }
 
-/// A model with its store.
+/// What AdamW keeps, for tests below the room that knows optimizers.
+inline StateLayout adam_states() {
+  return {.states = [](const ParamClass&) -> std::vector<std::string> { return {"exp_avg", "exp_avg_sq"}; }};
+}
+
+inline Batch batch_of(const at::Tensor& ids, const at::Tensor& positions, const at::Tensor& labels,
+                      const at::Tensor& lengths = at::Tensor()) {
+  Batch batch(ids.size(0), ids.size(1),
+              {{std::string(field::kIds), ids},
+               {std::string(field::kPositions), positions},
+               {std::string(field::kLabels), labels}});
+  if (lengths.defined()) batch.set(field::kLengths, lengths);
+  return batch;
+}
+
+/// One training micro-batch where all blocks are on this rank: adds the gradient of the loss sum, returns the sum.
+inline at::Tensor forward_backward(cram::Model& model, const Batch& batch) {
+  const MicroBatch micro_batch = model.micro_batch(batch);
+  const int blocks = model.encoder().blocks();
+  std::vector<cram::Model::BlockSaved> saved(static_cast<std::size_t>(blocks));
+  at::Tensor x;
+  for (int b = 0; b < blocks; ++b) x = model.forward(b, micro_batch, x, saved[static_cast<std::size_t>(b)]);
+  for (int b = blocks; b-- > 0;) x = model.backward(b, micro_batch, x, saved[static_cast<std::size_t>(b)], {});
+  return saved.back().loss_sum;
+}
+
+/// The last hidden states, normalised, of the picked rows or of all, where all blocks are on this rank.
+inline at::Tensor last_hidden(cram::Model& model, const Batch& batch, const at::Tensor& picks = at::Tensor()) {
+  const MicroBatch micro_batch{batch, picks, {}};
+  at::Tensor x;
+  for (int b = 0; b < model.encoder().blocks(); ++b) x = model.encoder().forward_block(b, micro_batch, x, nullptr);
+  return x;
+}
+
+/// A model with its store, on one rank.
 struct Model {
   ParameterStore store;
-  Encoder encoder;
+  cram::Model model;
 
-  Model(const ModelConfig& config, Precision precision) : encoder(config, store) {
-    store.allocate(precision, at::kCPU);
+  Model(const ModelConfig& config, Precision precision) : model(config, store) {
+    store.allocate(precision, at::kCPU, adam_states());
     store.initialize(0);
+  }
+  at::Tensor forward_backward(const at::Tensor& ids, const at::Tensor& positions, const at::Tensor& labels) {
+    return test::forward_backward(model, batch_of(ids, positions, labels));
+  }
+  Objective::Evaluation evaluate(const at::Tensor& ids, const at::Tensor& positions, const at::Tensor& labels) {
+    const Batch batch = batch_of(ids, positions, labels);
+    return model.objective().evaluate(last_hidden(model, batch, positions), batch);
+  }
+  at::Tensor logits(const at::Tensor& ids, const at::Tensor& positions) {
+    return model.objective().outputs(last_hidden(model, batch_of(ids, positions, positions), positions));
+  }
+  at::Tensor hidden(const at::Tensor& ids) {
+    return last_hidden(model, batch_of(ids, {}, {})).view({ids.size(0), ids.size(1), -1});
   }
   /// Copies the golden tensors `prefix`<parameter name> to the masters.
   void load(const Golden& golden, const std::string& prefix = "weight.") {

@@ -29,9 +29,9 @@ void randomize(ParameterStore& store, std::uint64_t seed) {
   store.initialize(seed);
   for (ParamId id = 0; id < store.size(); ++id) {
     std::vector<double> values(static_cast<std::size_t>(store.local_numel(id)));
-    for (const at::Tensor* t : {&store.master(id), &store.exp_avg(id), &store.exp_avg_sq(id)}) {
+    for (const at::Tensor& t : {store.master(id), store.state(id, "exp_avg"), store.state(id, "exp_avg_sq")}) {
       fill_normal(++seed * 1000 + id, 0, 0, 1, values.data(), values.size());
-      t->copy_(at::tensor(values, at::kDouble).view(store.local_shape(id)));
+      t.copy_(at::tensor(values, at::kDouble).view(store.local_shape(id)));
     }
   }
   store.refresh_working();
@@ -41,7 +41,8 @@ bool bit_equal(const ParameterStore& a, const ParameterStore& b) {
   bool equal = a.size() == b.size();
   for (ParamId id = 0; equal && id < a.size(); ++id) {
     equal = a.master(id).equal(b.master(id)) && a.weight(id).equal(b.weight(id)) &&
-            a.exp_avg(id).equal(b.exp_avg(id)) && a.exp_avg_sq(id).equal(b.exp_avg_sq(id));
+            a.state(id, "exp_avg").equal(b.state(id, "exp_avg")) &&
+            a.state(id, "exp_avg_sq").equal(b.state(id, "exp_avg_sq"));
   }
   return equal;
 }
@@ -365,7 +366,7 @@ TEST(LoadCheckpoint, OtherModelsAreRefusedByTensor) {
   }
   ParameterStore one;
   one.add({.name = "encoder.final_norm.bias", .global_shape = {16}});
-  one.allocate(Precision::kFp32, at::kCPU);
+  one.allocate(Precision::kFp32, at::kCPU, test::adam_states());
   expect_error(ExitCode::kNoCheckpoint, {"which this model has not"}, [&] { load_checkpoint(saved.path(10), one); });
 }
 
@@ -381,8 +382,8 @@ TEST(LoadCheckpoint, PrecisionsWithEqualMastersInterchange) {
 TEST(LoadCheckpoint, WithoutAnOptimizerTakesTheWeightsOnly) {
   Saved saved({10});
   ParameterStore store;
-  const Encoder encoder(tiny_config(), store);
-  store.allocate(Precision::kBf16, at::kCPU, /*with_optimizer=*/false);
+  const cram::Model model(tiny_config(), store);
+  store.allocate(Precision::kBf16, at::kCPU);
   load_checkpoint(saved.path(10), store);
   for (ParamId id = 0; id < store.size(); ++id) EXPECT_TRUE(store.weight(id).equal(saved.model.store.weight(id)));
 }

@@ -6,9 +6,9 @@
 #include <torch/types.h>
 
 #include "support/deterministic.h"
+#include "support/call_source.h"
 #include "support/golden.h"
-#include "train/micro_steps.h"
-#include "train/optimizer.h"
+#include "train/training_step.h"
 
 namespace cram {
 namespace {
@@ -16,7 +16,8 @@ namespace {
 Batch made_batch(std::int64_t number) {
   const at::Tensor ids = (at::arange(4 * 16) * 7 + number * 3).remainder(90).add(5).view({4, 16}).contiguous();
   const at::Tensor positions = at::arange(number % 3 == 0 ? 12 : 9).mul(5);
-  return {ids.pin_memory(), ids.flatten().index_select(0, positions).pin_memory(), positions.pin_memory(), 4};
+  return test::batch_of(ids.pin_memory(), positions.pin_memory(),
+                        ids.flatten().index_select(0, positions).pin_memory());
 }
 
 struct Trained {
@@ -32,22 +33,17 @@ Trained train(const std::string& cuda_graph) {
   config.train.micro_batch_size = 4;
   config.run.cuda_graph = cuda_graph;
   ParameterStore store;
-  Encoder encoder(config.model, store);
-  store.allocate(Precision::kBf16, at::Device(at::kCUDA, 0));
+  Model model(config.model, store);
+  store.allocate(Precision::kBf16, at::Device(at::kCUDA, 0), state_layout(config.train.optimizer));
   store.initialize(0);
-  GradSync sync = make_grad_sync(store, mesh, /*overlap=*/true);
-  std::int64_t next = 0;
-  MicroSteps steps(
-      encoder, store, sync, mesh, config, [&] { return made_batch(next++); },
-      make_step_graphs(config, mesh.layout(), store.device()));
-  Optimizer optimizer(store, {}, mesh);
+  test::CallSource source([number = std::int64_t{0}]() mutable { return made_batch(number++); });
+  TrainingStep training_step(model, store, mesh, training_step_settings(config), source,
+                             make_step_graphs(config, mesh.layout(), store.device()));
   Trained trained;
   for (std::int64_t step = 1; step <= 6; ++step) {
-    (void)steps.run_batch(step, 0, 4);
-    sync.finish();
-    trained.losses.push_back(steps.totals().loss_sum);
-    trained.norms.push_back(optimizer.grad_norm());
-    optimizer.update(step, 1e-3, 1.0 / steps.totals().masked);
+    const auto result = training_step.run({.step = step, .update = step, .micro_batches = 4, .lr = 1e-3});
+    trained.losses.push_back(result.loss);
+    trained.norms.push_back(result.grad_norm);
   }
   trained.weights = store.buffers()[0].master.cpu();
   return trained;

@@ -7,10 +7,11 @@
 #include <torch/types.h>
 
 #include "base/check.h"
+#include "support/call_source.h"
 #include "support/golden.h"
 #include "support/thread_ranks.h"
 #include "train/batch_prefetch.h"
-#include "train/micro_steps.h"
+#include "train/training_step.h"
 
 namespace cram {
 namespace {
@@ -53,8 +54,8 @@ class FakeRecorder final : public GraphRecorder {
   Counts& counts_;
 };
 
-MicroBatch batch_of(std::int64_t value, std::int64_t masked) {
-  return {at::full({2, 3}, value, at::kLong), at::arange(masked), at::full({masked}, value, at::kLong), {}};
+Batch batch_of(std::int64_t value, std::int64_t masked) {
+  return test::batch_of(at::full({2, 3}, value, at::kLong), at::arange(masked), at::full({masked}, value, at::kLong));
 }
 
 TEST(StepGraphs, WarmsUpRecordsOnceAndReplaysEveryShape) {
@@ -64,13 +65,13 @@ TEST(StepGraphs, WarmsUpRecordsOnceAndReplaysEveryShape) {
   const void* address[2] = {nullptr, nullptr};
   for (std::int64_t i = 0; i < 10; ++i) {
     const std::int64_t masked = 1 + i % 2;
-    graphs.run(batch_of(i, masked), [&](const MicroBatch& fixed) {
-      seen.push_back(fixed.ids[1][2].item<std::int64_t>());
-      EXPECT_TRUE(at::equal(fixed.labels, fixed.ids.flatten().narrow(0, 0, masked)));
-      EXPECT_TRUE(at::equal(fixed.positions, at::arange(masked)));
+    graphs.run(batch_of(i, masked), [&](const Batch& fixed) {
+      seen.push_back(fixed["ids"][1][2].item<std::int64_t>());
+      EXPECT_TRUE(at::equal(fixed["labels"], fixed["ids"].flatten().narrow(0, 0, masked)));
+      EXPECT_TRUE(at::equal(fixed["positions"], at::arange(masked)));
       const void*& first = address[masked - 1];
-      if (first == nullptr) first = fixed.ids.const_data_ptr();
-      EXPECT_EQ(fixed.ids.const_data_ptr(), first) << "a record would read the wrong memory";
+      if (first == nullptr) first = fixed["ids"].const_data_ptr();
+      EXPECT_EQ(fixed["ids"].const_data_ptr(), first) << "a record would read the wrong memory";
     });
   }
   EXPECT_EQ(seen, (std::vector<std::int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}));
@@ -85,7 +86,7 @@ TEST(StepGraphs, FurtherShapesRunAsTheyAre) {
   int ran = 0;
   for (int round = 0; round < 4; ++round) {
     for (std::int64_t masked = 1; masked <= 6; ++masked) {
-      graphs.run(batch_of(masked, masked), [&ran](const MicroBatch&) { ++ran; });
+      graphs.run(batch_of(masked, masked), [&ran](const Batch&) { ++ran; });
     }
   }
   EXPECT_EQ(ran, 24);
@@ -99,7 +100,7 @@ TEST(StepGraphs, WhatCannotBeRecordedRunsAsItIsUnlessRequired) {
     counts.fails = true;
     StepGraphs graphs(std::make_unique<FakeRecorder>(counts), required);
     int ran = 0;
-    const auto step = [&] { graphs.run(batch_of(1, 2), [&ran](const MicroBatch&) { ++ran; }); };
+    const auto step = [&] { graphs.run(batch_of(1, 2), [&ran](const Batch&) { ++ran; }); };
     for (int i = 0; i < StepGraphs::kWarmUps; ++i) step();
     if (required) {
       EXPECT_THROW(step(), Error);
@@ -136,7 +137,7 @@ TEST(StepGraphs, AreChosenWhereTheyAreLegal) {
 Batch made_batch(std::int64_t number) {
   const at::Tensor ids = (at::arange(2 * 8) * 7 + number * 3).remainder(16).add(5).view({2, 8});
   const at::Tensor positions = number % 3 == 0 ? at::tensor({1, 6, 12}, at::kLong) : at::tensor({0, 9}, at::kLong);
-  return {ids, ids.flatten().index_select(0, positions), positions, 2};
+  return test::batch_of(ids, positions, ids.flatten().index_select(0, positions));
 }
 
 struct Trained {
@@ -151,26 +152,26 @@ Trained train(Communicator& world, Counts* counts) {
   config.model = test::model_of(2, 16, 2, 24, 21, 8);
   config.train.micro_batch_size = 2;
   Model model(config.model, Precision::kFp32);
-  GradSync sync = make_grad_sync(model.store, mesh, /*overlap=*/true);
   std::int64_t next = world.rank();
-  const auto source = [&] {
+  test::CallSource source([&] {
     const Batch batch = made_batch(next);
     next += world.size();
     return batch;
-  };
+  });
   auto graphs = counts == nullptr
                     ? nullptr
                     : std::make_unique<StepGraphs>(std::make_unique<FakeRecorder>(*counts), /*required=*/true);
-  MicroSteps steps(model.encoder, model.store, sync, mesh, config, source, std::move(graphs));
+  TrainingStep training_step(model.model, model.store, mesh, training_step_settings(config), source,
+                             std::move(graphs));
   Trained trained;
-  for (std::int64_t step = 1; step <= 3; ++step) {
-    (void)steps.run_batch(step, 0, 4);
-    sync.finish();
+  TrainingStep::Watch watch;
+  watch.reduced = [&] {
     for (const FlatBuffers& b : model.store.buffers()) trained.grads.push_back(b.grad.clone());
-    trained.loss += steps.totals().loss_sum;
-    trained.masked += steps.totals().masked;
-    for (const FlatBuffers& b : model.store.buffers()) b.working.sub_(b.grad, 1e-3);  // in place, as updates are
-    model.store.zero_grad();
+  };
+  for (std::int64_t step = 1; step <= 3; ++step) {
+    const auto result = training_step.run({.step = step, .update = step, .micro_batches = 4, .lr = 1e-3}, watch);
+    trained.loss += result.loss;
+    trained.masked += result.count;
   }
   return trained;
 }
@@ -216,10 +217,10 @@ class FakeTransfer final : public BatchTransfer {
 TEST(BatchPrefetch, StartsTheNextCopyEarlyAndKeepsTheOrder) {
   std::string log;
   std::int64_t made = 0;
-  const auto source = [&] {
+  test::CallSource source([&] {
     if (made == 3) fail(ExitCode::kOther, "no more");
-    return Batch{{}, {}, {}, made++};
-  };
+    return Batch(made++, 1);
+  });
   BatchPrefetch batches(source, std::make_unique<FakeTransfer>(log));
   EXPECT_EQ(batches.next().rows, 0);
   batches.start();
@@ -234,11 +235,8 @@ TEST(BatchPrefetch, StartsTheNextCopyEarlyAndKeepsTheOrder) {
 
 TEST(BatchPrefetch, FetchesNothingEarlyOnACpu) {
   int made = 0;
-  BatchPrefetch batches(
-      [&] {
-        return Batch{at::zeros({1}), at::zeros({1}), at::zeros({1}), ++made};
-      },
-      make_batch_transfer(at::kCPU));
+  test::CallSource source([&] { return Batch(++made, 1); });
+  BatchPrefetch batches(source, make_batch_transfer(at::kCPU));
   batches.start();
   EXPECT_EQ(made, 0);
   EXPECT_EQ(batches.next().rows, 1);

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "data/data_support.h"
+#include "data/loader.h"
 #include "eval/mlm.h"
 #include "parallel/communicator_suite.h"
 #include "parallel/grad_sync.h"
@@ -19,6 +20,15 @@ namespace {
 using test::Model;
 using test::run_ranks;
 using testing::TemporaryFolder;
+
+LoaderSettings loader_settings(const Config& config, const Mesh& mesh) {
+  LoaderSettings settings;
+  settings.micro_batch = config.train.micro_batch_size;
+  settings.mask_rate = config.train.mask_rate;
+  settings.dp_rank = mesh.place().dp_rank;
+  settings.dp_size = mesh.layout().data;
+  return settings;
+}
 
 ModelConfig tiny_config() { return test::model_of(1, 16, 2, 24, 21, 8); }
 
@@ -45,8 +55,9 @@ TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
     resolve_train_config(config, mesh.layout());
     Model model(config.model, Precision::kFp32);
     const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
-    Trainer trainer(
-        {config, mesh, model.encoder, model.store, shards, signals, folder.path("r"), {}, [] { return EvalRecord{}; }});
+    Loader batches(shards, loader_settings(config, mesh), 0);
+    Trainer trainer({config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {},
+                     [] { return EvalRecord{}; }});
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     ends[rank] = trainer.run();
     masters[rank] = model.store.buffers()[0].master.clone();
@@ -87,7 +98,8 @@ struct TwoRanks {
       Model model(config.model, Precision::kFp32);
       prepare(model.store, world.rank());
       const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
-      Trainer trainer({config, mesh, model.encoder, model.store, shards, signals, folder.path("r"), {}, [&] {
+      Loader batches(shards, loader_settings(config, mesh), 0);
+      Trainer trainer({config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [&] {
                          evaluate(model.store, world.rank());
                          return EvalRecord{};
                        }});
@@ -220,7 +232,7 @@ TEST(EvaluateMlm, LossAndAccuracyByHandForEveryNumberOfRanks) {
       model.store.master(model.store.find("encoder.embedding.word_embedding.weight"))[7].fill_(1);
       ShardSet shards = ShardSet::open(folder.path(), "validation");
       const EvalRecord record =
-          evaluate_mlm(model.encoder, at::kCPU, shards, {.rows = 100, .micro_batch = 2, .mask_rate = 0.25},
+          evaluate_mlm(model.model, model.store, shards, {.rows = 100, .micro_batch = 2, .mask_rate = 0.25},
                        Mesh(world, Layout{.data = ranks}));
       EXPECT_EQ(record.masked, 14);
       EXPECT_DOUBLE_EQ(record.accuracy, 10.0 / 14);

@@ -33,9 +33,10 @@ BenchResult bench_kernels(BenchContext& context) {
   const at::Tensor labels = at::arange(masked, options.dtype(at::kLong)).remainder_(m.vocab_size);
   const at::Tensor product = at::randn({m.ffn, m.hidden}, options), sum = at::zeros({m.ffn, m.hidden}, wide);
   const auto norm = kernels::layer_norm(x, weight, bias, 1e-12);
+  const kernels::AttentionSettings settings{.batch = batch, .heads = m.heads, .head_dim = m.head_dim()};
   kernels::AttentionSaved fused_saved, composed_saved;
-  (void)kernels::attention(qkv, batch, m.heads, true, &fused_saved);
-  (void)kernels::composed::attention(qkv, batch, m.heads, true, &composed_saved);
+  (void)kernels::attention(qkv, settings, &fused_saved);
+  (void)kernels::composed::attention(qkv, settings, &composed_saved);
   const auto n = static_cast<double>(x.nbytes()), f = static_cast<double>(u.nbytes());
   const auto v = static_cast<double>(logits.nbytes());
   // As many parameters as a layer has.
@@ -63,10 +64,10 @@ BenchResult bench_kernels(BenchContext& context) {
       {"geglu", 1.5 * f, [&] { (void)kernels::geglu(u); }, [&] { (void)composed::geglu(u); }},
       {"geglu_backward", 2.5 * f, [&] { (void)kernels::geglu_backward(d_half, u); },
        [&] { (void)composed::geglu_backward(d_half, u); }},
-      {"attention", 4 * n, [&] { (void)kernels::attention(qkv, batch, m.heads, true, nullptr); },
-       [&] { (void)composed::attention(qkv, batch, m.heads, true, nullptr); }},
-      {"attention_backward", 7 * n, [&] { (void)kernels::attention_backward(dy, batch, m.heads, fused_saved); },
-       [&] { (void)composed::attention_backward(dy, batch, m.heads, composed_saved); }},
+      {"attention", 4 * n, [&] { (void)kernels::attention(qkv, settings, nullptr); },
+       [&] { (void)composed::attention(qkv, settings, nullptr); }},
+      {"attention_backward", 7 * n, [&] { (void)kernels::attention_backward(dy, settings, fused_saved); },
+       [&] { (void)composed::attention_backward(dy, settings, composed_saved); }},
       {"cross_entropy", 2 * v, [&] { (void)kernels::cross_entropy_(logits, labels, true); },
        [&] { (void)composed::cross_entropy_(logits, labels, true); }},
       {"weight_gradient", static_cast<double>(sum.nbytes()) * 2 + f + n,

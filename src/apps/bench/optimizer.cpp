@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/types.h>
 
+#include <cmath>
 #include <cstdio>
 
 #include "apps/bench/bench.h"
@@ -10,8 +11,7 @@
 #include "base/log.h"
 #include "train/device.h"
 #include "train/metrics.h"
-#include "train/micro_steps.h"
-#include "train/optimizer.h"
+#include "train/training_step.h"
 
 namespace cram {
 
@@ -24,29 +24,29 @@ BenchResult bench_optimizer(BenchContext& context) {
       config, std::max(1, available_processors(context.launch.local_size == 1) / context.launch.local_size),
       context.launch.local_rank);
   ParameterStore store;
-  const Encoder encoder(config.model, store, make_placement(config, mesh));
-  store.allocate(choice.precision, choice.device, true, make_partition(config, mesh));
+  const Model model(config.model, store, make_placement(config, mesh), config.train.objective);
+  store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
   store.initialize(0);
   double bytes = 0;  // the norm reads the gradient; the update reads and writes state and gradient, and writes the copy
   for (const FlatBuffers& b : store.buffers()) {
     b.owned_grad.normal_();
     const bool copies = !b.working.is_same(b.master);
     bytes += 3.0 * static_cast<double>(b.owned_grad.nbytes()) + 2.0 * static_cast<double>(b.master.nbytes()) +
-             4.0 * static_cast<double>(b.exp_avg.nbytes()) + (copies ? static_cast<double>(b.working.nbytes()) : 0.0);
+             2.0 * static_cast<double>(b.state_bytes()) + (copies ? static_cast<double>(b.working.nbytes()) : 0.0);
   }
   const TrainConfig& t = config.train;
-  Optimizer optimizer(store, {t.beta1, t.beta2, t.eps, t.weight_decay, t.clip}, mesh);
+  Optimizer optimizer(t.optimizer, store, training_step_settings(config).rule, mesh);
   const at::Tensor from =
       at::ones({static_cast<std::int64_t>(bytes / 2)}, at::TensorOptions().dtype(at::kByte).device(choice.device));
   const at::Tensor to = at::empty_like(from);
   constexpr int kCalls = 9;
   std::int64_t step = 1;
   double norm = 0;
-  const double norm_s = median_time_s([&] { norm = optimizer.grad_norm(); }, kCalls, choice.device);
+  const double norm_s = median_time_s([&] { norm = std::sqrt(optimizer.own_sum_of_squares()); }, kCalls, choice.device);
   const double step_s = median_time_s(
       [&] {
-        norm = optimizer.grad_norm();
-        optimizer.update(step++, 1e-4, clip_factor(norm, t.clip));
+        norm = std::sqrt(optimizer.own_sum_of_squares());
+        optimizer.update({step++, 1e-4, clip_factor(norm, t.clip)});
       },
       kCalls, choice.device);
   const double stream_s = median_time_s([&] { to.copy_(from); }, kCalls, choice.device);

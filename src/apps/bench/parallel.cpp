@@ -12,8 +12,7 @@
 #include "base/log.h"
 #include "parallel/agreement.h"
 #include "train/device.h"
-#include "train/micro_steps.h"
-#include "train/optimizer.h"
+#include "train/training_step.h"
 
 namespace cram {
 namespace {
@@ -39,12 +38,11 @@ BenchResult bench_parallel(BenchContext& context) {
       config, std::max(1, available_processors(false) / context.launch.local_size), context.launch.local_rank);
   const Mesh mesh(world, layout);
   ParameterStore store;
-  Encoder encoder(config.model, store, make_placement(config, mesh));
-  store.allocate(choice.precision, choice.device, true, make_partition(config, mesh));
+  Model model(config.model, store, make_placement(config, mesh), config.train.objective);
+  store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
   store.initialize(0);
   const std::int64_t micro_batches = config.train.batch_size / (config.train.micro_batch_size * layout.data);
   SyntheticBatches batches(config, mesh.place().dp_rank);
-  Optimizer optimizer(store, {}, mesh);
 
   struct Parts {
     double step_s = 0, exposed_s = 0, optimizer_s = 0;
@@ -52,22 +50,24 @@ BenchResult bench_parallel(BenchContext& context) {
   // Steps with the exchange overlapped, after the last micro-batch, and without any.
   enum class Exchange { kOverlapped, kAfterwards, kNone };
   const auto steps = [&](Exchange exchange) {
-    GradSync sync = make_grad_sync(store, mesh, exchange == Exchange::kOverlapped);
-    MicroSteps micro_steps(encoder, store, sync, mesh, config, [&] { return batches.next(); });
+    TrainingStepSettings settings = training_step_settings(config);
+    settings.overlap = exchange == Exchange::kOverlapped;
+    TrainingStep training_step(model, store, mesh, settings, batches);
     std::vector<double> step_s, exposed_s, optimizer_s;
     for (int step = 1; step <= 5; ++step) {
       world.barrier();
-      const double from_s = steady_now_s();
-      (void)micro_steps.run_batch(step, 0, micro_batches, {}, exchange != Exchange::kNone);
-      const double computed_s = steady_now_s();
-      if (exchange != Exchange::kNone) sync.finish();
-      const double exchanged_s = steady_now_s();
-      optimizer.update(step, 1e-4, 1e-6);
-      const double updated_s = steady_now_s();
+      const TrainingStep::Request request{
+          .step = step, .update = step, .micro_batches = micro_batches, .lr = 1e-4};
+      TrainingStep::Result result;
+      if (exchange == Exchange::kNone) {
+        training_step.run_without_exchange(request, result);
+      } else {
+        result = training_step.run(request);
+      }
       if (step == 1) continue;  // memory is fresh
-      step_s.push_back(longest(world, updated_s - from_s));
-      exposed_s.push_back(longest(world, exchanged_s - computed_s));
-      optimizer_s.push_back(longest(world, updated_s - exchanged_s));
+      step_s.push_back(longest(world, result.compute_s + result.reduce_s + result.update_s));
+      exposed_s.push_back(longest(world, result.reduce_s));
+      optimizer_s.push_back(longest(world, result.update_s));
     }
     return Parts{median(step_s), median(exposed_s), median(optimizer_s)};
   };

@@ -29,7 +29,7 @@ class SleepingStage final : public PipelineStage {
     sleep(backward_s_);
     return block > 0 ? activation() : at::Tensor();
   }
-  at::Tensor make_activation() override { return activation(); }
+  at::Tensor make_activation(int) override { return activation(); }
 
  private:
   static at::Tensor activation() { return at::zeros({64 * 1024}, at::kFloat); }  // 256 kB

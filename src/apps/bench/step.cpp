@@ -17,8 +17,7 @@
 #include "model/kernels/kernels.h"
 #include "model/kernels/panels.h"
 #include "train/device.h"
-#include "train/micro_steps.h"
-#include "train/optimizer.h"
+#include "train/training_step.h"
 
 namespace cram {
 namespace {
@@ -143,49 +142,41 @@ BenchResult bench_step(BenchContext& context) {
       context.launch.local_rank);
   say(choice.reason);
   ParameterStore store;
-  Encoder encoder(config.model, store, make_placement(config, mesh));
-  store.allocate(choice.precision, choice.device, true, make_partition(config, mesh));
+  Model model(config.model, store, make_placement(config, mesh), config.train.objective);
+  store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
   store.initialize(0);
   const TrainConfig& t = config.train;
   const std::int64_t micro_batches = t.batch_size / (t.micro_batch_size * mesh.layout().data);
   const bool gpu = choice.device.is_cuda();
   SyntheticBatches batches(config, mesh.place().dp_rank, /*pin_memory=*/gpu);
-  GradSync sync = make_grad_sync(store, mesh, config.parallel.overlap);
-  const auto next_batch = [&] { return batches.next(); };
-  std::optional<MicroSteps> micro_steps;
-  micro_steps.emplace(encoder, store, sync, mesh, config, next_batch,
-                      make_step_graphs(config, mesh.layout(), choice.device));
-  Optimizer optimizer(store, {t.beta1, t.beta2, t.eps, t.weight_decay, t.clip}, mesh);
+  const TrainingStepSettings settings = training_step_settings(config);
+  std::optional<TrainingStep> training_step;
+  training_step.emplace(model, store, mesh, settings, batches, make_step_graphs(config, mesh.layout(), choice.device));
   double loss = 0;
   std::int64_t number = 0;
-  const auto step = [&](MicroSteps& steps) {
-    (void)steps.run_batch(++number, 0, micro_batches);
-    sync.finish();
-    const MicroSteps::Totals totals = steps.totals();
-    loss = totals.loss_sum / std::max(1.0, totals.masked);
-    const double norm = optimizer.grad_norm() / std::max(1.0, totals.masked);
-    optimizer.update(number, 1e-4, clip_factor(norm, t.clip) / std::max(1.0, totals.masked));
+  const auto step = [&](TrainingStep& whole) {
+    ++number;
+    loss = whole.run({.step = number, .update = number, .micro_batches = micro_batches, .lr = 1e-4}).loss;
   };
   // A GPU's clock is read in a pass of its own, since every look at it waits for the device.
   std::optional<Profile> profile;
   if (!gpu) profile.emplace();
   // Memory, caches, and where there are graphs also these.
   const int first_steps = gpu ? StepGraphs::kWarmUps + 2 : 1;
-  for (int i = 0; i < first_steps; ++i) step(*micro_steps);
+  for (int i = 0; i < first_steps; ++i) step(*training_step);
   if (profile) profile->clear();
   std::vector<double> seconds;
   const double from_s = steady_now_s();
   while (seconds.size() < kFewestSteps || steady_now_s() - from_s < context.measure_s) {
     const double step_from_s = steady_now_s();
-    step(*micro_steps);
+    step(*training_step);
     seconds.push_back(steady_now_s() - step_from_s);
   }
   double profiled_s = steady_now_s() - from_s;
   const double step_s = median(seconds);
   const double tokens = static_cast<double>(t.batch_size * config.model.seq_length);
   const double flops_per_token = train_flops_per_token(config.model, masked_in_row(config));
-  say(micro_batches, " micro-batches of ", t.micro_batch_size, " a step, ", seconds.size(), " steps",
-      mesh.layout().pipeline == 1 ? concat(", loss ", loss) : "");
+  say(micro_batches, " micro-batches of ", t.micro_batch_size, " a step, ", seconds.size(), " steps, loss ", loss);
   say_row("  step %.1f ms, %.0f tokens/s, %.1f GFLOP/s of the model", 1e3 * step_s, tokens / step_s,
           tokens / step_s * flops_per_token / 1e9);
   BenchResult result;
@@ -198,8 +189,8 @@ BenchResult bench_step(BenchContext& context) {
     say_row("  model FLOP utilisation %.1f %% of %.0f TFLOP/s of dense bf16 a GPU (%s)", 100 * share, peak.flops / 1e12,
             peak.source);
     result.add("mfu", share);
-    micro_steps.reset();  // the graph's memory is a step's
-    MicroSteps eager(encoder, store, sync, mesh, config, next_batch);
+    training_step.reset();  // the graph's memory is a step's
+    TrainingStep eager(model, store, mesh, settings, batches);
     step(eager);
     profile.emplace(wait_for_device);
     wait_for_device();

@@ -102,7 +102,7 @@ void adamw_chunk(const AdamWStep& step, double* master, double* grad, double* ex
   update_f64(coefficients_of<double>(step), master, grad, exp_avg, exp_avg_sq, count);
 }
 
-double sum_of_squares(const float* values, std::int64_t count) { return squares_f32(values, count); }
-double sum_of_squares(const double* values, std::int64_t count) { return squares_f64(values, count); }
+double sum_of_squares_of(const float* values, std::int64_t count) { return squares_f32(values, count); }
+double sum_of_squares_of(const double* values, std::int64_t count) { return squares_f64(values, count); }
 
 }  // namespace cram::kernels

@@ -47,7 +47,7 @@ void adamw_chunk(const AdamWStep& step, double* master, double* grad, double* ex
                  std::uint16_t* working, std::int64_t count);
 
 /// Sum of squares in fp64 in an order that depends on `count` alone.
-[[nodiscard]] double sum_of_squares(const float* values, std::int64_t count);
-[[nodiscard]] double sum_of_squares(const double* values, std::int64_t count);
+[[nodiscard]] double sum_of_squares_of(const float* values, std::int64_t count);
+[[nodiscard]] double sum_of_squares_of(const double* values, std::int64_t count);
 
 }  // namespace cram::kernels

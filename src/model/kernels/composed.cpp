@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "model/kernels/backend.h"
 
@@ -72,21 +73,28 @@ at::Tensor split_heads(const at::Tensor& qkv, std::int64_t batch, std::int64_t h
       .view({3, batch * heads, seq, head_dim});
 }
 
-at::Tensor attention_probabilities(const at::Tensor& q, const at::Tensor& k) {
+at::Tensor attention_probabilities(const at::Tensor& q, const at::Tensor& k, const AttentionSettings& settings) {
   const at::Tensor scores = at::bmm(q, k.transpose(1, 2)).mul_(1 / std::sqrt(static_cast<double>(q.size(2))));
+  if (settings.lengths.defined()) {
+    const std::int64_t seq = q.size(1);
+    const at::Tensor padding =  // [B,S]
+        at::arange(seq, settings.lengths.options()).unsqueeze(0).ge(settings.lengths.unsqueeze(1));
+    scores.view({settings.batch, settings.heads, seq, seq})
+        .masked_fill_(padding.view({settings.batch, 1, 1, seq}), -std::numeric_limits<double>::infinity());
+  }
   return at::softmax(scores, -1);  // [B*heads,S,S]
 }
 
 }  // namespace
 
-at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
-                     AttentionSaved* saved) {
+at::Tensor attention(const at::Tensor& qkv, const AttentionSettings& settings, AttentionSaved* saved) {
+  const std::int64_t batch = settings.batch, heads = settings.heads;
   const at::Tensor split = split_heads(qkv, batch, heads);
   const std::int64_t seq = split.size(2), head_dim = split.size(3);
-  const at::Tensor p = attention_probabilities(split[0], split[1]);
+  const at::Tensor p = attention_probabilities(split[0], split[1], settings);
   if (saved != nullptr) {
     saved->split = split;
-    if (keep_probabilities) saved->probabilities = p;
+    if (settings.keep_probabilities) saved->probabilities = p;
   }
   return at::bmm(p, split[2])
       .view({batch, heads, seq, head_dim})
@@ -94,11 +102,13 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
       .reshape({batch * seq, heads * head_dim});
 }
 
-at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+at::Tensor attention_backward(const at::Tensor& d_context, const AttentionSettings& settings,
                               const AttentionSaved& saved) {
+  const std::int64_t batch = settings.batch, heads = settings.heads;
   const at::Tensor q = saved.split[0], k = saved.split[1], v = saved.split[2];  // [B*heads,S,d]
   const std::int64_t seq = q.size(1), head_dim = q.size(2);
-  const at::Tensor p = saved.probabilities.defined() ? saved.probabilities : attention_probabilities(q, k);
+  const at::Tensor p =
+      saved.probabilities.defined() ? saved.probabilities : attention_probabilities(q, k, settings);
   const at::Tensor d_heads =
       d_context.view({batch, seq, heads, head_dim}).transpose(1, 2).reshape({batch * heads, seq, head_dim});
   const at::Tensor d_p = at::bmm(d_heads, v.transpose(1, 2));
@@ -186,25 +196,7 @@ bool takes_all(const at::Tensor& /*x*/) { return true; }
 
 }  // namespace composed
 
-constinit const Backend kComposedBackend{.name = "composed",
-                                         .takes = composed::takes_all,
-                                         .takes_master = composed::takes_all,
-                                         .layer_norm = composed::layer_norm,
-                                         .add_layer_norm_ = composed::add_layer_norm_,
-                                         .layer_norm_backward = composed::layer_norm_backward,
-                                         .attention = composed::attention,
-                                         .attention_backward = composed::attention_backward,
-                                         .attention_of_rows = nullptr,
-                                         .attention_of_rows_backward = nullptr,
-                                         .product_transposed = composed::product_transposed,
-                                         .product = composed::product,
-                                         .add_transposed_product_ = composed::add_transposed_product_,
-                                         .add_to_ = composed::add_to_,
-                                         .geglu = composed::geglu,
-                                         .geglu_backward = composed::geglu_backward,
-                                         .scatter_add_rows = composed::scatter_add_rows,
-                                         .cross_entropy_ = composed::cross_entropy_,
-                                         .adamw_ = composed::adamw_,
-                                         .sum_of_squares = composed::sum_of_squares};
+constinit const Backend kComposedBackend{
+    .name = "composed", .takes = composed::takes_all, .takes_master = composed::takes_all};
 
 }  // namespace cram::kernels

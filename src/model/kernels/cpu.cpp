@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/check.h"
 #include "model/kernels/backend.h"
 #include "model/kernels/cpu_attention.h"
 #include "model/kernels/thread_scratch.h"
@@ -108,9 +109,27 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
   return du;
 }
 
-HeadShape shape_of(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads) {
-  const std::int64_t head_dim = qkv.size(1) / (3 * heads);
-  return {qkv.size(0) / batch, head_dim, qkv.size(1), heads * head_dim};
+HeadShape shape_of(const at::Tensor& qkv, const AttentionSettings& settings) {
+  const std::int64_t seq = qkv.size(0) / settings.batch;
+  return {seq, settings.head_dim, seq, qkv.size(1), settings.heads * settings.head_dim};
+}
+
+// False, with a word about it, where the sizes are not for these kernels.
+bool fits(const HeadShape& shape, const AttentionSettings& settings) {
+  const bool lengths_fit = !settings.lengths.defined() ||
+                           (settings.lengths.is_contiguous() && settings.lengths.scalar_type() == at::kLong);
+  if (shape.fits() && lengths_fit) return true;
+  if (shape.seq > 0) {
+    say_composed(concat("attention of rows of ", shape.seq, " tokens, heads of ", shape.head_dim,
+                        " (fused: even numbers up to 512 and 128)"));
+  }
+  return false;
+}
+
+// The same with the keys of a row of the batch.
+HeadShape shape_of_row(HeadShape shape, const AttentionSettings& settings, std::int64_t row) {
+  if (settings.lengths.defined()) shape.keys = settings.lengths.const_data_ptr<std::int64_t>()[row];
+  return shape;
 }
 
 // A head of a row of the batch: where it is in qkv and in that row's part of log_sum [B*heads,S]; its columns in a
@@ -121,9 +140,10 @@ struct Head {
 
 // call(head, scratch) for all heads of all rows, shared out to the threads.
 template <class Call>
-void for_each_head(const HeadShape& shape, std::int64_t batch, std::int64_t heads, const Call& call) {
+void for_each_head(const HeadShape& shape, const AttentionSettings& settings, const Call& call) {
+  const std::int64_t heads = settings.heads;
   const ThreadScratch scratch(shape.scratch_bytes());
-  at::parallel_for(0, batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
+  at::parallel_for(0, settings.batch * heads, 1, [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t i = first; i < last; ++i) {
       const std::int64_t row = i / heads, column = i % heads * shape.head_dim;
       call(Head{row, row * shape.seq * shape.stride + 3 * column, column, i * shape.seq}, scratch.mine());
@@ -132,14 +152,13 @@ void for_each_head(const HeadShape& shape, std::int64_t batch, std::int64_t head
   });
 }
 
-at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
-                     AttentionSaved* saved) {
-  const HeadShape shape = shape_of(qkv, batch, heads);
-  if (!shape.fits()) return composed::attention(qkv, batch, heads, keep_probabilities, saved);
+at::Tensor attention(const at::Tensor& qkv, const AttentionSettings& settings, AttentionSaved* saved) {
+  const HeadShape shape = shape_of(qkv, settings);
+  if (!fits(shape, settings)) return composed::attention(qkv, settings, saved);
   const at::Tensor context = at::empty({qkv.size(0), shape.context_stride}, qkv.options());
-  const at::Tensor log_sum = at::empty({batch * heads, shape.seq}, qkv.options().dtype(at::kFloat));
-  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
-    attend_head(shape, const_data(qkv) + head.qkv,
+  const at::Tensor log_sum = at::empty({settings.batch * settings.heads, shape.seq}, qkv.options().dtype(at::kFloat));
+  for_each_head(shape, settings, [&](const Head& head, void* scratch) {
+    attend_head(shape_of_row(shape, settings, head.row), const_data(qkv) + head.qkv,
                 data(context) + head.row * shape.seq * shape.context_stride + head.column,
                 log_sum.data_ptr<float>() + head.log_sum, scratch);
   });
@@ -150,14 +169,14 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
   return context;
 }
 
-at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+at::Tensor attention_backward(const at::Tensor& d_context, const AttentionSettings& settings,
                               const AttentionSaved& saved) {
   const at::Tensor& qkv = saved.qkv;
-  const HeadShape shape = shape_of(qkv, batch, heads);
+  const HeadShape shape = shape_of(qkv, settings);
   const at::Tensor d_rows = d_context.contiguous();
   const at::Tensor d_qkv = at::empty_like(qkv);
-  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
-    attend_head_backward(shape, const_data(qkv) + head.qkv,
+  for_each_head(shape, settings, [&](const Head& head, void* scratch) {
+    attend_head_backward(shape_of_row(shape, settings, head.row), const_data(qkv) + head.qkv,
                          const_data(d_rows) + head.row * shape.seq * shape.context_stride + head.column,
                          saved.log_sum.const_data_ptr<float>() + head.log_sum, data(d_qkv) + head.qkv, scratch);
   });
@@ -184,12 +203,11 @@ HeadPicks picks_of_row(const AttentionSaved& saved, std::int64_t row, std::int64
           begins[row + 1] - begins[row], row * seq};
 }
 
-at::Tensor attention_of_rows(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
-                             AttentionSaved* saved, const at::Tensor& picks) {
-  const HeadShape shape = shape_of(qkv, batch, heads);
-  if (!shape.fits()) {
-    return at::index_select(composed::attention(qkv, batch, heads, keep_probabilities, saved), 0, picks);
-  }
+at::Tensor attention_of_rows(const at::Tensor& qkv, const AttentionSettings& settings, AttentionSaved* saved,
+                             const at::Tensor& picks) {
+  const std::int64_t batch = settings.batch, heads = settings.heads;
+  const HeadShape shape = shape_of(qkv, settings);
+  if (!fits(shape, settings)) return at::index_select(composed::attention(qkv, settings, saved), 0, picks);
   AttentionSaved own;
   AttentionSaved& kept = saved != nullptr ? *saved : own;
   kept.picks = picks.contiguous();
@@ -197,21 +215,21 @@ at::Tensor attention_of_rows(const at::Tensor& qkv, std::int64_t batch, std::int
   const at::Tensor context = at::empty({picks.numel(), shape.context_stride}, qkv.options());
   kept.log_sum = at::empty({batch * heads, shape.seq}, qkv.options().dtype(at::kFloat));  // of the picked rows
   kept.qkv = qkv;
-  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
-    attend_picked(shape, picks_of_row(kept, head.row, shape.seq), const_data(qkv) + head.qkv,
+  for_each_head(shape, settings, [&](const Head& head, void* scratch) {
+    attend_picked(shape_of_row(shape, settings, head.row), picks_of_row(kept, head.row, shape.seq), const_data(qkv) + head.qkv,
                   data(context) + head.column, kept.log_sum.data_ptr<float>() + head.log_sum, scratch);
   });
   return context;
 }
 
-at::Tensor attention_of_rows_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+at::Tensor attention_of_rows_backward(const at::Tensor& d_context, const AttentionSettings& settings,
                                       const AttentionSaved& saved) {
   const at::Tensor& qkv = saved.qkv;
-  const HeadShape shape = shape_of(qkv, batch, heads);
+  const HeadShape shape = shape_of(qkv, settings);
   const at::Tensor d_rows = d_context.contiguous();
   const at::Tensor d_qkv = at::empty_like(qkv);
-  for_each_head(shape, batch, heads, [&](const Head& head, void* scratch) {
-    attend_picked_backward(shape, picks_of_row(saved, head.row, shape.seq), const_data(qkv) + head.qkv,
+  for_each_head(shape, settings, [&](const Head& head, void* scratch) {
+    attend_picked_backward(shape_of_row(shape, settings, head.row), picks_of_row(saved, head.row, shape.seq), const_data(qkv) + head.qkv,
                            const_data(d_rows) + head.column, saved.log_sum.const_data_ptr<float>() + head.log_sum,
                            data(d_qkv) + head.qkv, scratch);
   });
@@ -268,13 +286,13 @@ void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::T
 constinit const Backend kCpuBackend{.name = "cpu",
                                     .takes = cpu::takes,
                                     .takes_master = cpu::takes_master,
+                                    .attention = cpu::attention,
+                                    .attention_of_rows = cpu::attention_of_rows,
+                                    .attention_of_rows_backward = cpu::attention_of_rows_backward,
                                     .layer_norm = cpu::layer_norm,
                                     .add_layer_norm_ = cpu::add_layer_norm_,
                                     .layer_norm_backward = cpu::layer_norm_backward,
-                                    .attention = cpu::attention,
                                     .attention_backward = cpu::attention_backward,
-                                    .attention_of_rows = cpu::attention_of_rows,
-                                    .attention_of_rows_backward = cpu::attention_of_rows_backward,
                                     .product_transposed = cpu::product_transposed,
                                     .product = cpu::product,
                                     .add_transposed_product_ = cpu::add_transposed_product_,

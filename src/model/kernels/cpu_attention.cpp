@@ -58,6 +58,12 @@ struct Scratch {
   }
 };
 
+// Probabilities [rows][lds] of keys that are padding.
+void clear_padding(const HeadShape& shape, std::int64_t lds, bf16* p, std::int64_t rows) {
+  if (shape.keys == shape.seq) return;
+  for (std::int64_t r = 0; r < rows; ++r) std::fill_n(p + r * lds + shape.keys, shape.seq - shape.keys, bf16{0});
+}
+
 float scale_of(const HeadShape& shape) { return 1.0F / std::sqrt(static_cast<float>(shape.head_dim)); }
 
 // Some rows of a head, `stride` elements apart.
@@ -75,7 +81,8 @@ void attend(const HeadShape& shape, const Scratch& t, const Rows& q, const bf16*
   for (std::int64_t row = 0; row < q.count; row += kRows) {
     const std::int64_t rows = std::min(kRows, q.count - row);
     multiply(rows, t.s, t.d, q.at(row), q.stride, t.k_transposed, t.lds, t.scores, t.lds);
-    avx512::softmax(t.scores, t.lds, rows, t.s, scale_of(shape), t.p + row * t.lds, t.lds, log_sum + row);
+    avx512::softmax(t.scores, t.lds, rows, shape.keys, scale_of(shape), t.p + row * t.lds, t.lds, log_sum + row);
+    clear_padding(shape, t.lds, t.p + row * t.lds, rows);
   }
 }
 
@@ -92,8 +99,9 @@ void attend_backward(const HeadShape& shape, const Scratch& t, const Rows& q, co
     const std::int64_t rows = std::min(kRows, q.count - row);
     multiply(rows, t.s, t.d, q.at(row), q.stride, t.k_transposed, t.lds, t.scores, t.lds);
     multiply(rows, t.s, t.d, d_out.at(row), d_out.stride, t.v_transposed, t.lds, t.d_scores, t.lds);
-    avx512::softmax_backward(t.scores, t.d_scores, t.lds, rows, t.s, scale_of(shape), log_sum + row, t.p + row * t.lds,
-                             t.ds + row * t.lds, t.lds);
+    avx512::softmax_backward(t.scores, t.d_scores, t.lds, rows, shape.keys, scale_of(shape), log_sum + row,
+                             t.p + row * t.lds, t.ds + row * t.lds, t.lds);
+    for (bf16* matrix : {t.p, t.ds}) clear_padding(shape, t.lds, matrix + row * t.lds, rows);
   }
   if (even > q.count) {
     for (bf16* rows : {t.p, t.ds}) std::fill_n(rows + q.count * t.lds, t.s, bf16{0});

@@ -10,6 +10,7 @@ namespace cram::kernels {
 /// The sizes of one head: S an even number up to 512, d an even number up to 128.
 struct HeadShape {
   std::int64_t seq = 0, head_dim = 0;
+  std::int64_t keys = 0;            ///< of S, the first ones: the others are padding that nothing attends to
   std::int64_t stride = 0;          ///< elements between rows of q (k and v follow q at distances d, 2d)
   std::int64_t context_stride = 0;  ///< elements between rows of the context
 

@@ -19,7 +19,7 @@ double squares(const at::Tensor& flat) {
     for (std::int64_t chunk = first; chunk < last; ++chunk) {
       const std::int64_t begin = chunk * kOptimizerChunk;
       partial[static_cast<std::size_t>(chunk)] =
-          kernels::sum_of_squares(values + begin, std::min(kOptimizerChunk, flat.numel() - begin));
+          kernels::sum_of_squares_of(values + begin, std::min(kOptimizerChunk, flat.numel() - begin));
     }
   });
   double sum = 0;

@@ -3,6 +3,11 @@
 
 #include <torch/types.h>
 
+#include <mutex>
+#include <set>
+
+#include "base/check.h"
+#include "base/log.h"
 #include "model/kernels/backend.h"
 
 namespace cram::kernels {
@@ -49,25 +54,33 @@ at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const 
   return of(x).layer_norm_backward(dy, x, saved, weight, bias, weight_grad, bias_grad, residual);
 }
 
-at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
-                     AttentionSaved* saved, const at::Tensor& picks) {
+at::Tensor attention(const at::Tensor& qkv, const AttentionSettings& settings, AttentionSaved* saved,
+                     const at::Tensor& picks) {
+  CRAM_DCHECK(qkv.size(1) == 3 * settings.heads * settings.head_dim);
   const Backend& backend = of(qkv);
   if (saved != nullptr) saved->picks = picks;
   if (picks.defined() && backend.attention_of_rows != nullptr) {
-    return backend.attention_of_rows(qkv, batch, heads, keep_probabilities, saved, picks);
+    return backend.attention_of_rows(qkv, settings, saved, picks);
   }
-  const at::Tensor context = backend.attention(qkv, batch, heads, keep_probabilities, saved);
+  const at::Tensor context = backend.attention(qkv, settings, saved);
   return picks.defined() ? at::index_select(context, 0, picks) : context;
 }
 
-at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+at::Tensor attention_backward(const at::Tensor& d_context, const AttentionSettings& settings,
                               const AttentionSaved& saved) {
   // What the forward pass kept says who made it.
   const Backend& backend = saved.qkv.defined() ? of(saved.qkv) : kComposedBackend;
-  if (saved.pick_order.defined()) return backend.attention_of_rows_backward(d_context, batch, heads, saved);
-  if (!saved.picks.defined()) return backend.attention_backward(d_context, batch, heads, saved);
-  const std::int64_t rows = saved.qkv.defined() ? saved.qkv.size(0) : batch * saved.split.size(2);
-  return backend.attention_backward(put_rows(d_context, saved.picks, rows), batch, heads, saved);
+  if (saved.pick_order.defined()) return backend.attention_of_rows_backward(d_context, settings, saved);
+  if (!saved.picks.defined()) return backend.attention_backward(d_context, settings, saved);
+  const std::int64_t rows = saved.qkv.defined() ? saved.qkv.size(0) : settings.batch * saved.split.size(2);
+  return backend.attention_backward(put_rows(d_context, saved.picks, rows), settings, saved);
+}
+
+void say_composed(const std::string& what) {
+  static std::mutex mutex;
+  static std::set<std::string> said;
+  const std::lock_guard lock(mutex);
+  if (said.insert(what).second) log_warning(what, ": composed of plain operators, which is slower");
 }
 
 at::Tensor put_rows(const at::Tensor& picked, const at::Tensor& picks, std::int64_t rows) {

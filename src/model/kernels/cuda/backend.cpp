@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/types.h>
 
+#include "base/check.h"
 #include "model/kernels/backend.h"
 #include "model/kernels/cuda/launch.h"
 
@@ -119,9 +120,15 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
 
 // Flash attention needs half precision and heads that 16-byte loads can read; 128 is where every architecture of ours
 // has a backward pass.
-bool flash_fits(const at::Tensor& qkv, std::int64_t seq, std::int64_t head_dim) {
-  return qkv.scalar_type() == at::kBFloat16 && seq > 0 && head_dim % 8 == 0 && head_dim <= 128 &&
-         reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0;
+bool flash_fits(const at::Tensor& qkv, std::int64_t seq, const AttentionSettings& settings) {
+  const std::int64_t head_dim = settings.head_dim;
+  const bool fits = qkv.scalar_type() == at::kBFloat16 && seq > 0 && head_dim % 8 == 0 && head_dim <= 128 &&
+                    !settings.lengths.defined() && reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0;
+  if (!fits && seq > 0 && qkv.scalar_type() == at::kBFloat16) {
+    say_composed(concat("attention of heads of ", head_dim, settings.lengths.defined() ? " with padding" : "",
+                        " (flash attention: full rows, multiples of 8 up to 128)"));
+  }
+  return fits;
 }
 
 // One of q, k, v [B,heads,S,d], a view of the rows [B*S,heads*(q,k,v)*d].
@@ -129,10 +136,10 @@ at::Tensor part_of(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads
   return qkv.view({batch, -1, heads, 3, qkv.size(1) / (3 * heads)}).select(3, part).transpose(1, 2);
 }
 
-at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t heads, bool keep_probabilities,
-                     AttentionSaved* saved) {
-  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
-  if (!flash_fits(qkv, seq, head_dim)) return composed::attention(qkv, batch, heads, keep_probabilities, saved);
+at::Tensor attention(const at::Tensor& qkv, const AttentionSettings& settings, AttentionSaved* saved) {
+  const std::int64_t batch = settings.batch, heads = settings.heads, head_dim = settings.head_dim;
+  const std::int64_t seq = qkv.size(0) / batch;
+  if (!flash_fits(qkv, seq, settings)) return composed::attention(qkv, settings, saved);
   const auto out = at::_scaled_dot_product_flash_attention(part_of(qkv, batch, heads, 0), part_of(qkv, batch, heads, 1),
                                                            part_of(qkv, batch, heads, 2), /*dropout_p=*/0.0,
                                                            /*is_causal=*/false, /*return_debug_mask=*/false);
@@ -147,10 +154,11 @@ at::Tensor attention(const at::Tensor& qkv, std::int64_t batch, std::int64_t hea
   return context.transpose(1, 2).reshape({batch * seq, heads * head_dim});
 }
 
-at::Tensor attention_backward(const at::Tensor& d_context, std::int64_t batch, std::int64_t heads,
+at::Tensor attention_backward(const at::Tensor& d_context, const AttentionSettings& settings,
                               const AttentionSaved& saved) {
   const at::Tensor& qkv = saved.qkv;
-  const std::int64_t seq = qkv.size(0) / batch, head_dim = qkv.size(1) / (3 * heads);
+  const std::int64_t batch = settings.batch, heads = settings.heads, head_dim = settings.head_dim;
+  const std::int64_t seq = qkv.size(0) / batch;
   const at::Tensor d_heads = d_context.reshape({batch, seq, heads, head_dim}).transpose(1, 2);
   const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_backward(
       d_heads, part_of(qkv, batch, heads, 0), part_of(qkv, batch, heads, 1), part_of(qkv, batch, heads, 2),
@@ -236,13 +244,11 @@ at::Tensor sum_of_squares(const at::Tensor& flat) {
 constinit const Backend kCudaBackend{.name = "cuda",
                                      .takes = cuda::takes,
                                      .takes_master = cuda::takes_master,
+                                     .attention = cuda::attention,
                                      .layer_norm = cuda::layer_norm,
                                      .add_layer_norm_ = cuda::add_layer_norm_,
                                      .layer_norm_backward = cuda::layer_norm_backward,
-                                     .attention = cuda::attention,
                                      .attention_backward = cuda::attention_backward,
-                                     .attention_of_rows = nullptr,
-                                     .attention_of_rows_backward = nullptr,
                                      .product_transposed = cuda::product_transposed,
                                      .product = cuda::product,
                                      .add_transposed_product_ = cuda::add_transposed_product_,

@@ -1,0 +1,12 @@
+#include "model/objective.h"
+
+#include "model/masked_lm.h"
+
+namespace cram {
+
+Table<ObjectiveRow>& objectives() {
+  static Table<ObjectiveRow> table("objective", {{"mlm", make_masked_lm}});
+  return table;
+}
+
+}  // namespace cram
