@@ -34,8 +34,7 @@ struct Trial {
 
   Trial(const Config& config, const Mesh& mesh, const DeviceChoice& choice)
       : model(config.model, store, make_placement(config, mesh), config.train.objective) {
-    store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer),
-                   make_partition(config, mesh));
+    store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
     store.initialize(0);
   }
 };

@@ -14,9 +14,9 @@ namespace cram {
 [[nodiscard]] std::optional<std::int64_t> remembered_micro_batch(const Config& config, const Layout& layout,
                                                                  const DeviceChoice& choice);
 
-/// What train.micro_batch_size=auto is for `config`: the size measured before for this device and model, else the fastest
-/// of a short search with made-up rows, which is remembered. The search builds a model of its own and gives its memory
-/// back. Collective over the mesh, the same on every rank. A signal ends the search; nothing is remembered then.
+/// What train.micro_batch_size=auto is for `config`: the size measured before for this device and model, else the
+/// fastest of a short search with made-up rows, which is remembered. The search builds a model of its own and gives its
+/// memory back. Collective over the mesh, the same on every rank. A signal ends the search; nothing is remembered then.
 [[nodiscard]] std::int64_t choose_micro_batch(const Config& config, const Mesh& mesh, const DeviceChoice& choice,
                                               const StopSignals& signals);
 

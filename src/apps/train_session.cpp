@@ -314,7 +314,8 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   Summary summary;
   {
     const std::unique_ptr<BatchSource> batches = open_batches(config, mesh, store, data, info.progress);
-    Trainer trainer({config, mesh, model, store, *batches, data.train->rows(), signals, config.run.output, info, evaluate});
+    Trainer trainer(
+        {config, mesh, model, store, *batches, data.train->rows(), signals, config.run.output, info, evaluate});
     summary = trainer.run();
   }
   if (world.rank() == 0) {

@@ -58,7 +58,7 @@ std::vector<FilledGap> fill_mask(ForwardPass& pass, const ModelConfig& model, co
 
   const at::Tensor input = at::tensor(ids, at::kLong).view({1, length});
   const at::Tensor logits = pass.outputs(input, at::tensor(gaps, at::kLong)).to(at::kFloat).cpu();  // [gaps,V]
-  logits.slice(1, 0, kSpecialTokens).fill_(-std::numeric_limits<float>::infinity());       // no words
+  logits.slice(1, 0, kSpecialTokens).fill_(-std::numeric_limits<float>::infinity());                // no words
   const auto [values, indices] =
       at::softmax(logits, 1).topk(std::min<std::int64_t>(candidates, logits.size(1) - kSpecialTokens), 1);
   std::vector<FilledGap> filled(gaps.size());

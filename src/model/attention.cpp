@@ -13,10 +13,10 @@ SelfAttention::SelfAttention(const std::string& name, const ModelConfig& config,
       recompute_(config.recompute == "selective"),
       // Rows grouped per head, so a contiguous range of rows is whole heads.
       query_key_value_(make_linear(
-          config.structure, LinearStyle::kColumn, {name + ".self_attention.query_key_value", config.hidden, 3 * config.hidden, kInitStddev},
-          store, tensor)),
-      dense_(make_linear(config.structure, LinearStyle::kRow, {name + ".dense", config.hidden, config.hidden, kInitStddev}, store, tensor)) {
-}
+          config.structure, LinearStyle::kColumn,
+          {name + ".self_attention.query_key_value", config.hidden, 3 * config.hidden, kInitStddev}, store, tensor)),
+      dense_(make_linear(config.structure, LinearStyle::kRow,
+                         {name + ".dense", config.hidden, config.hidden, kInitStddev}, store, tensor)) {}
 
 at::Tensor SelfAttention::forward(const at::Tensor& x, const Batch& batch, const at::Tensor& picks,
                                   Saved* saved) const {

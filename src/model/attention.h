@@ -21,9 +21,9 @@ class SelfAttention {
   SelfAttention(const std::string& name, const ModelConfig& config, ParameterStore& store, const TensorRegion& tensor);
 
   /// x [B*S,H] of the batch's rows (and lengths, where it has them) -> [B*S,H] (rows shared out with sequence
-  /// parallelism), or of the rows `picks` [M] alone, where defined: all rows are attended to, those attend. backward then takes [M,H] and returns [B*S,H]. With model.recompute
-  /// = selective the S x S probabilities are not kept but made again in the backward pass, from the same inputs, so
-  /// with the same bits (Korthikanti et al. 2022, section 5).
+  /// parallelism), or of the rows `picks` [M] alone, where defined: all rows are attended to, those attend. backward
+  /// then takes [M,H] and returns [B*S,H]. With model.recompute = selective the S x S probabilities are not kept but
+  /// made again in the backward pass, from the same inputs, so with the same bits (Korthikanti et al. 2022, section 5).
   [[nodiscard]] at::Tensor forward(const at::Tensor& x, const Batch& batch, const at::Tensor& picks,
                                    Saved* saved) const;
   [[nodiscard]] at::Tensor backward(const at::Tensor& dy, const Saved& saved) const;

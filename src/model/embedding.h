@@ -1,5 +1,5 @@
-// Word embedding plus positions, then LayerNorm. Tensor ranks share the vocabulary's rows; each adds the rows it has, and
-// one reduction makes the sum.
+// Word embedding plus positions, then LayerNorm. Tensor ranks share the vocabulary's rows; each adds the rows it has,
+// and one reduction makes the sum.
 #pragma once
 
 #include <memory>

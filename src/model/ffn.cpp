@@ -10,10 +10,10 @@ namespace cram {
 GatedFfn::GatedFfn(const std::string& name, const ModelConfig& config, ParameterStore& store,
                    const TensorRegion& tensor)
     // Value and gate are cut separately: a rank needs both halves of the same columns.
-    : dense_in_(make_linear(config.structure, LinearStyle::kColumn, {name + ".dense_in", config.hidden, config.ffn, kInitStddev, 2}, store,
-                            tensor)),
-      dense_out_(make_linear(config.structure, LinearStyle::kRow, {name + ".dense_out", config.ffn / 2, config.hidden, kInitStddev}, store,
-                             tensor)) {}
+    : dense_in_(make_linear(config.structure, LinearStyle::kColumn,
+                            {name + ".dense_in", config.hidden, config.ffn, kInitStddev, 2}, store, tensor)),
+      dense_out_(make_linear(config.structure, LinearStyle::kRow,
+                             {name + ".dense_out", config.ffn / 2, config.hidden, kInitStddev}, store, tensor)) {}
 
 at::Tensor GatedFfn::forward(const at::Tensor& x, Saved* saved) const {
   const at::Tensor u = dense_in_->forward(x, saved ? &saved->dense_in : nullptr);

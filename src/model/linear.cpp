@@ -70,8 +70,7 @@ std::unique_ptr<Linear> make_dense(const LinearSpec& spec, ParameterStore& store
 
 Table<LinearStructure>& linear_structures() {
   static Table<LinearStructure> table(
-      "linear structure",
-      {{"dense", make_dense<Cut::kNone>, make_dense<Cut::kOutput>, make_dense<Cut::kInput>}});
+      "linear structure", {{"dense", make_dense<Cut::kNone>, make_dense<Cut::kOutput>, make_dense<Cut::kInput>}});
   return table;
 }
 

@@ -31,7 +31,7 @@ class Linear {
  public:
   /// What the backward pass needs; a structure keeps what it uses.
   struct Saved {
-    at::Tensor x;                   // [N,in] as it was multiplied
+    at::Tensor x;                  // [N,in] as it was multiplied
     std::vector<at::Tensor> more;  // whatever else
   };
   virtual ~Linear() = default;
@@ -49,8 +49,8 @@ class Linear {
   Linear() = default;
 };
 
-/// How a structure makes its layers and registers their parameters; the group must outlive them. A style that it has not
-/// is null. Throws Error(kUsage) when the group does not divide the cut dimension.
+/// How a structure makes its layers and registers their parameters; the group must outlive them. A style that it has
+/// not is null. Throws Error(kUsage) when the group does not divide the cut dimension.
 struct LinearStructure {
   using Make = std::unique_ptr<Linear> (*)(const LinearSpec&, ParameterStore&, const TensorRegion&);
   std::string name;

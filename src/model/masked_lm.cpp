@@ -27,9 +27,9 @@ class MaskedLm final : public Objective {
   at::Tensor forward(const at::Tensor& hidden, const Batch& batch, Saved& saved) const override {
     const at::Tensor logits = logits_of(hidden);  // [M,R]
     const Timed timed(Section::kLoss);
-    at::Tensor loss_sum = vocabulary_cross_entropy_(logits, batch[field::kLabels], /*write_gradient=*/true, range_,
-                                                    tensor_.group())
-                              .loss_sum;
+    at::Tensor loss_sum =
+        vocabulary_cross_entropy_(logits, batch[field::kLabels], /*write_gradient=*/true, range_, tensor_.group())
+            .loss_sum;
     saved.hidden = hidden;
     saved.more = {logits};  // overwritten by their gradient
     return loss_sum;
@@ -46,8 +46,8 @@ class MaskedLm final : public Objective {
   }
 
   Evaluation evaluate(const at::Tensor& hidden, const Batch& batch) const override {
-    const kernels::CrossEntropy result = vocabulary_cross_entropy_(
-        logits_of(hidden), batch[field::kLabels], /*write_gradient=*/false, range_, tensor_.group());
+    const kernels::CrossEntropy result = vocabulary_cross_entropy_(logits_of(hidden), batch[field::kLabels],
+                                                                   /*write_gradient=*/false, range_, tensor_.group());
     return {result.loss_sum, result.correct};
   }
 

@@ -4,8 +4,7 @@
 
 namespace cram {
 
-Model::Model(const ModelConfig& config, ParameterStore& store, const Placement& placement,
-             const std::string& objective)
+Model::Model(const ModelConfig& config, ParameterStore& store, const Placement& placement, const std::string& objective)
     : encoder_(std::make_unique<Encoder>(config, store, placement)) {
   const ObjectiveRow& row = objectives().at(objective);
   own_first_ = own_end_ = store.size();

@@ -23,7 +23,8 @@ void add_model_options(OptionTable& table, ModelConfig& config) {
   table.add("model.preset", &config.preset, "architecture").choices({"crammed-bert"});
   table.add("model.positions", &config.positions, "how the model knows where a token stands")
       .choices(position_forms().names());
-  table.add("model.structure", &config.structure, "structure of the linear layers").choices(linear_structures().names());
+  table.add("model.structure", &config.structure, "structure of the linear layers")
+      .choices(linear_structures().names());
   table
       .add("model.recompute", &config.recompute,
            "activations made again for the backward pass: none, attention probabilities (selective), all of a layer")

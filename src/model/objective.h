@@ -1,5 +1,5 @@
-// What a model is trained for (train.objective): a head on the trunk's hidden states and a loss. An objective is one file
-// and one row of the table.
+// What a model is trained for (train.objective): a head on the trunk's hidden states and a loss. An objective is one
+// file and one row of the table.
 //
 // Legend: M rows of the hidden states that the loss looks at, H hidden, V vocabulary.
 #pragma once

@@ -164,8 +164,8 @@ void ParameterStore::place_parameters(const StateLayout* layout) {
     ParamClass traits = entry.spec.traits;
     traits.sharded = entry.spec.is_sharded();
     if (layout != nullptr && layout->classify) layout->classify(entry.spec, traits);
-    auto buffer = std::find_if(buffers_.begin(), buffers_.end(),
-                               [&](const FlatBuffers& b) { return b.traits == traits; });
+    auto buffer =
+        std::find_if(buffers_.begin(), buffers_.end(), [&](const FlatBuffers& b) { return b.traits == traits; });
     if (buffer == buffers_.end()) {
       buffer = buffers_.insert(buffers_.end(), FlatBuffers());
       buffer->traits = traits;
@@ -224,11 +224,12 @@ void ParameterStore::make_tensors(FlatBuffers& b, const StateLayout* layout) con
           : at::zeros({b.numel}, master_options.dtype(one_format ? master_type(precision_) : working_type(precision_)));
   if (layout == nullptr) return;
   b.grad = at::zeros({b.numel}, master_options);
-  b.owned_grad = !b.shared_out ? b.grad
+  b.owned_grad = !b.shared_out             ? b.grad
                  : b.traits.whole_matrices ? b.grad.narrow(0, b.parts[0].begin, owned)
                                            : at::zeros({owned}, master_options);
   if (!layout->states) return;
-  for (const std::string& name : layout->states(b.traits)) b.states.push_back({name, at::zeros({owned}, master_options)});
+  for (const std::string& name : layout->states(b.traits))
+    b.states.push_back({name, at::zeros({owned}, master_options)});
 }
 
 void ParameterStore::allocate(Precision precision, at::Device device, const StateLayout* layout,

@@ -22,10 +22,10 @@ struct ParamClass {
   bool decay = true;            ///< weight decay applies
   bool full_precision = false;  ///< computed with the fp32 master itself (norms, scalars), never with a bf16 copy
   bool sharded = false;         ///< every tensor rank holds another part; otherwise all hold the same
-  bool tied = false;     ///< another pipeline stage holds it as well: gradients are summed over both
-  bool counts = true;    ///< false on the second of two tied copies: not in norms, files and counts
-  bool partial = false;  ///< sequence parallel: every tensor rank has the gradient of its own rows
-  double lr_factor = 1;  ///< times the schedule's learning rate
+  bool tied = false;            ///< another pipeline stage holds it as well: gradients are summed over both
+  bool counts = true;           ///< false on the second of two tied copies: not in norms, files and counts
+  bool partial = false;         ///< sequence parallel: every tensor rank has the gradient of its own rows
+  double lr_factor = 1;         ///< times the schedule's learning rate
   bool whole_matrices = false;  ///< the optimizer needs a parameter in one piece: never cut over data ranks
 
   bool operator==(const ParamClass&) const = default;
@@ -36,7 +36,7 @@ struct ParamSpec {
   std::string name;
   std::vector<std::int64_t> global_shape;
   InitRule init = InitRule::kNormal;
-  double init_value = 0;  ///< standard deviation, or the constant
+  double init_value = 0;   ///< standard deviation, or the constant
   ParamClass traits = {};  ///< `sharded` follows from the slice
   // The slice this rank owns: rows [slice_begin, slice_end) of dimension slice_dim; the whole tensor by default. With
   // slice_groups g > 1 the dimension is cut into g equal parts and the range is taken from each (the halves of a gated

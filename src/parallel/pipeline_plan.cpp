@@ -129,8 +129,8 @@ std::string PlanStep::text() const {
 std::vector<StagePlan> make_pipeline_plan(PlanKind kind, const PlanShape& shape) {
   CRAM_CHECK(shape.stages >= 1 && shape.virtual_stages >= 1 && shape.micro_batches >= 1, ExitCode::kUsage,
              "a pipeline needs at least one stage, virtual stage and micro-batch");
-  CRAM_CHECK(kind == PlanKind::kInterleaved || kind == PlanKind::kForward || shape.virtual_stages == 1, ExitCode::kUsage,
-             "parallel.virtual_stages=", shape.virtual_stages, " needs the interleaved schedule");
+  CRAM_CHECK(kind == PlanKind::kInterleaved || kind == PlanKind::kForward || shape.virtual_stages == 1,
+             ExitCode::kUsage, "parallel.virtual_stages=", shape.virtual_stages, " needs the interleaved schedule");
   CRAM_CHECK(kind != PlanKind::kInterleaved || shape.micro_batches % shape.stages == 0, ExitCode::kUsage,
              "the interleaved schedule needs a multiple of ", shape.stages, " micro-batches (one group a stage), got ",
              shape.micro_batches);

@@ -37,7 +37,9 @@ class AdamW final : public UpdateRule {
 
 OptimizerRow adamw_row() {
   return {.name = "adamw",
-          .states = [](const ParamClass&) -> std::vector<std::string> { return {"exp_avg", "exp_avg_sq"}; },
+          .states = [](const ParamClass&) -> std::vector<std::string> {
+            return {"exp_avg", "exp_avg_sq"};
+          },
           .make = [](const OptimizerContext& context) -> std::unique_ptr<UpdateRule> {
             return std::make_unique<AdamW>(context.settings);
           }};

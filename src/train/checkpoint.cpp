@@ -146,7 +146,8 @@ json write_rank_file(const fs::path& folder, int rank, const ParameterStore& sto
         for (const NamedTensor& stored : stored_tensors(range)) {
           at::Tensor host = stored.tensor.cpu().contiguous();
           if (whole) host = host.view(store.local_shape(id));
-          writer.write(array_name(stored.name, spec.name, whole ? 0 : range.begin), array_info(host), host.const_data_ptr());
+          writer.write(array_name(stored.name, spec.name, whole ? 0 : range.begin), array_info(host),
+                       host.const_data_ptr());
         }
         json entry = {{"name", spec.name},
                       {"shape", spec.global_shape},
@@ -408,8 +409,8 @@ using Readers = std::map<std::string, std::unique_ptr<ArrayFileReader>>;
 
 // The full tensor of one kind from all its pieces. Several pieces of one slice (shared out over data ranks) are put
 // together before the slice goes to its place.
-at::Tensor assemble(const std::vector<Piece>& pieces, const std::string& kind, const ParamSpec& spec, at::ScalarType type,
-                    Readers& readers, const std::string& step_folder) {
+at::Tensor assemble(const std::vector<Piece>& pieces, const std::string& kind, const ParamSpec& spec,
+                    at::ScalarType type, Readers& readers, const std::string& step_folder) {
   using SliceKey = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
   struct Slice {
     const Piece* piece = nullptr;
@@ -463,7 +464,8 @@ void load_checkpoint(const std::string& step_folder, ParameterStore& store, cons
     CRAM_CHECK(found != pieces.end(), kInvalid, step_folder, " lacks the tensor ", spec.name,
                ": model.* must describe the model that was saved");
     const auto local_of = [&](const std::string& kind) {
-      return take_slice(assemble(found->second, kind, spec, master_type(store.precision()), readers, step_folder), spec);
+      return take_slice(assemble(found->second, kind, spec, master_type(store.precision()), readers, step_folder),
+                        spec);
     };
     store.assign(id, local_of("master"));
     const std::vector<OwnedRange> owned = store.owned(id);

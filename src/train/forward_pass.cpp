@@ -18,7 +18,8 @@ at::Tensor ForwardPass::run(const Batch& batch, const at::Tensor& picks) {
     const at::Tensor field = batch.find(name);
     if (!field.defined()) continue;
     const at::Tensor on_device = field.to(store_.device());
-    rows.set(name, times == 1 ? on_device : at::cat(std::vector<at::Tensor>(static_cast<std::size_t>(times), on_device)));
+    rows.set(name,
+             times == 1 ? on_device : at::cat(std::vector<at::Tensor>(static_cast<std::size_t>(times), on_device)));
   }
   batch_ = {std::move(rows), picks, {}};
   last_ = at::Tensor();
@@ -67,10 +68,10 @@ at::Tensor ForwardPass::share(at::Tensor made) const {
   const at::Tensor host = shape.cpu();
   const auto* values = host.const_data_ptr<std::int64_t>();
   const std::vector<std::int64_t> sizes(values + 1, values + 1 + values[0]);
-  at::Tensor whole = made.defined() ? made.contiguous()
-                                    : at::empty(sizes, at::TensorOptions()
-                                                           .dtype(working_type(store_.precision()))
-                                                           .device(store_.device()));
+  at::Tensor whole =
+      made.defined()
+          ? made.contiguous()
+          : at::empty(sizes, at::TensorOptions().dtype(working_type(store_.precision())).device(store_.device()));
   pipeline_.broadcast_(whole, last);
   return whole;
 }

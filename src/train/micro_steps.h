@@ -28,22 +28,22 @@ struct MicroStepSettings {
 
 class MicroSteps final : public PipelineStage {
  public:
-  /// All must outlive it. `source` gives this rank's micro-batches. With `graphs` micro-steps are recorded and replayed,
-  /// except those that exchange something; nullptr: they run as they are.
+  /// All must outlive it. `source` gives this rank's micro-batches. With `graphs` micro-steps are recorded and
+  /// replayed, except those that exchange something; nullptr: they run as they are.
   MicroSteps(Model& model, ParameterStore& store, GradSync& sync, const Mesh& mesh, const MicroStepSettings& settings,
              BatchSource& source, std::unique_ptr<StepGraphs> graphs = nullptr);
 
   struct Request {
-    std::int64_t step = 1;           ///< from 1, for dropout
-    std::int64_t first_sample = 0;   ///< global, for dropout
+    std::int64_t step = 1;          ///< from 1, for dropout
+    std::int64_t first_sample = 0;  ///< global, for dropout
     std::int64_t micro_batches = 1;
-    bool exchange = true;            ///< gradients are exchanged as they become complete
+    bool exchange = true;             ///< gradients are exchanged as they become complete
     std::function<bool()> stop = {};  ///< collective over the world; asked before every `ask_every`-th micro-batch
     std::int64_t ask_every = 1;
   };
-  /// Runs the micro-batches of a batch, adding their gradients. False when `stop` said so: what was in flight is brought
-  /// to its end without computing, and the gradients are the caller's to clear. (Interleaved schedules ask only before
-  /// the batch: a stage may not wait for all others in the middle of them.)
+  /// Runs the micro-batches of a batch, adding their gradients. False when `stop` said so: what was in flight is
+  /// brought to its end without computing, and the gradients are the caller's to clear. (Interleaved schedules ask only
+  /// before the batch: a stage may not wait for all others in the middle of them.)
   [[nodiscard]] bool run_batch(const Request& request);
 
   struct Totals {

@@ -1,7 +1,7 @@
 // Gradient norm, clipping and the update of the parameter store's flat buffers by the optimizer of train.optimizer.
 //
-// An optimizer is one file and one row of the table: it names its states, may ask for whole matrices, and updates what a
-// rank owns.
+// An optimizer is one file and one row of the table: it names its states, may ask for whole matrices, and updates what
+// a rank owns.
 #pragma once
 
 #include <memory>
@@ -75,9 +75,9 @@ class Optimizer {
   /// Store (allocated for that optimizer) and mesh must outlive it.
   Optimizer(const std::string& name, ParameterStore& store, const OptimizerSettings& settings, const Mesh& mesh);
 
-  /// This rank's part of the squared L2 norm of the whole model's reduced gradients as they are (of the loss sum), fp64,
-  /// in a fixed order for any thread count. Summed over the world every parameter counts once, whether it is sharded
-  /// over tensor ranks, shared out over data ranks, on another stage or held by several.
+  /// This rank's part of the squared L2 norm of the whole model's reduced gradients as they are (of the loss sum),
+  /// fp64, in a fixed order for any thread count. Summed over the world every parameter counts once, whether it is
+  /// sharded over tensor ranks, shared out over data ranks, on another stage or held by several.
   [[nodiscard]] double own_sum_of_squares() const;
 
   /// Updates the weights and clears the gradients. Where the state is shared out, every rank updates its part and the

@@ -120,7 +120,8 @@ RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t bat
     for (ParamId id = 0; id < rank.store.size(); ++id) planned.parameters += rank.store.local_numel(id);
     for (const FlatBuffers& b : rank.store.buffers()) {
       planned.weight_bytes += static_cast<double>(b.working.nbytes());
-      planned.gradient_bytes += static_cast<double>(b.grad.nbytes() + (b.owned_grad.is_alias_of(b.grad) ? 0 : b.owned_grad.nbytes()));
+      planned.gradient_bytes +=
+          static_cast<double>(b.grad.nbytes() + (b.owned_grad.is_alias_of(b.grad) ? 0 : b.owned_grad.nbytes()));
       planned.state_bytes += static_cast<double>(b.state_bytes()) +
                              static_cast<double>(b.master.is_same(b.working) ? 0 : b.master.nbytes());
     }

@@ -32,9 +32,10 @@ SyntheticBatches::SyntheticBatches(const Config& config, int dp_rank, bool pin_m
         ids[position] = kMaskId;
       }
     }
-    const Batch batch(rows, seq, {{std::string(field::kIds), tokens},
-                                  {std::string(field::kPositions), positions},
-                                  {std::string(field::kLabels), labels}});
+    const Batch batch(rows, seq,
+                      {{std::string(field::kIds), tokens},
+                       {std::string(field::kPositions), positions},
+                       {std::string(field::kLabels), labels}});
     batches_.push_back(pin_memory ? batch.map([](const at::Tensor& x) { return x.pin_memory(); }) : batch);
   }
 }

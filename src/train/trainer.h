@@ -25,7 +25,7 @@ struct TrainerParts {
   const Mesh& mesh;
   Model& model;
   ParameterStore& store;
-  BatchSource& batches;           ///< from sample checkpoint_info.progress.consumed_samples on
+  BatchSource& batches;            ///< from sample checkpoint_info.progress.consumed_samples on
   std::int64_t rows_an_epoch = 0;  ///< of the source
   const StopSignals& signals;
   std::string run_folder;

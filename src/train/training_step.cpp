@@ -19,8 +19,11 @@ constexpr double kAskEvery_s = 5;  // between two questions in a step whether a 
 
 TrainingStepSettings training_step_settings(const Config& config) {
   const TrainConfig& t = config.train;
-  return {micro_step_settings(config), config.parallel.overlap, t.optimizer,
-          {t.beta1, t.beta2, t.eps, t.weight_decay}, t.clip};
+  return {micro_step_settings(config),
+          config.parallel.overlap,
+          t.optimizer,
+          {t.beta1, t.beta2, t.eps, t.weight_decay},
+          t.clip};
 }
 
 TrainingStep::TrainingStep(Model& model, ParameterStore& store, const Mesh& mesh, const TrainingStepSettings& settings,
@@ -64,7 +67,8 @@ TrainingStep::Exchanged TrainingStep::exchange(const MicroSteps::Totals& own, do
 TrainingStep::Result TrainingStep::run(const Request& request, const Watch& watch) {
   Result result;
   const double from_s = steady_now_s();
-  MicroSteps::Request steps{request.step, request.first_sample, request.micro_batches, /*exchange=*/true, {}, ask_every_};
+  MicroSteps::Request steps{request.step, request.first_sample, request.micro_batches, /*exchange=*/true, {},
+                            ask_every_};
   if (watch.signal) steps.stop = [&] { return (result.signal = agree_on_signal(watch)) != 0; };
   result.completed = micro_steps_.run_batch(steps);
   result.data_wait_s = micro_steps_.totals().data_wait_s;

@@ -35,9 +35,9 @@ class TrainingStep {
   };
   /// What ranks look at in a step; all may be empty.
   struct Watch {
-    std::function<int()> signal = {};             ///< the stop signal that this rank has received, or 0
-    std::function<double()> clock_s = {};         ///< rank 0's reading counts
-    std::function<void()> reduced = {};           ///< called with the reduced gradients of the loss sum
+    std::function<int()> signal = {};      ///< the stop signal that this rank has received, or 0
+    std::function<double()> clock_s = {};  ///< rank 0's reading counts
+    std::function<void()> reduced = {};    ///< called with the reduced gradients of the loss sum
   };
   struct Result {
     bool completed = false;  ///< false: a signal came; the batch is dropped, the gradients are cleared

@@ -259,8 +259,7 @@ TEST(Cuda, Attention) {
     ASSERT_EQ(d_qkv.sizes(), expected_d.sizes());
     EXPECT_LE(norm_error(context.cpu(), expected), 0.006) << what;
     EXPECT_LE(norm_error(d_qkv.cpu(), expected_d), 0.012) << what;
-    EXPECT_LE(norm_error(kernels::attention(on_gpu(qkv), settings, nullptr).cpu(), expected),
-              0.006);
+    EXPECT_LE(norm_error(kernels::attention(on_gpu(qkv), settings, nullptr).cpu(), expected), 0.006);
     expect_same_bits_twice(
         [&] {
           kernels::AttentionSaved s;
@@ -359,7 +358,8 @@ TEST(Cuda, GradientsOfAModel) {
     cram::Model model(config, store);
     store.allocate(precision, kGpu, adam_states());
     store.initialize(0);
-    const double loss = forward_backward(model, batch_of(on_gpu(ids), on_gpu(positions), on_gpu(labels))).item<double>();
+    const double loss =
+        forward_backward(model, batch_of(on_gpu(ids), on_gpu(positions), on_gpu(labels))).item<double>();
     EXPECT_NEAR(loss / expected, 1, precision == Precision::kBf16 ? 0.01 : 1e-5);
     for (ParamId id = 0; id < store.size(); ++id) {
       EXPECT_LE(norm_error(store.grad(id).cpu(), exact.store.grad(id)), precision == Precision::kBf16 ? 0.05 : 1e-4)

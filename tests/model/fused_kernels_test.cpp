@@ -160,8 +160,7 @@ TEST(Fused, Attention) {
     ASSERT_TRUE(saved.qkv.defined()) << "the composed version ran";
     const at::Tensor expected = kernels::composed::attention(qkv.to(at::kDouble), settings, &wide);
     const at::Tensor d_qkv = kernels::attention_backward(d_context, settings, saved);
-    const at::Tensor expected_d =
-        kernels::composed::attention_backward(d_context.to(at::kDouble), settings, wide);
+    const at::Tensor expected_d = kernels::composed::attention_backward(d_context.to(at::kDouble), settings, wide);
     // Sums over bf16 probabilities: each is off by half a unit, the sum by less than all of them together.
     EXPECT_LE(norm_error(context, expected), 0.004) << what;
     EXPECT_LE(norm_error(d_qkv, expected_d), 0.006) << what;
@@ -171,8 +170,7 @@ TEST(Fused, Attention) {
     const at::Tensor composed = kernels::composed::attention(qkv, settings, &rounded);
     EXPECT_LE(norm_error(context, expected), 1.05 * norm_error(composed, expected)) << what;
     EXPECT_LE(norm_error(d_qkv, expected_d),
-              1.05 * norm_error(kernels::composed::attention_backward(d_context, settings, rounded),
-                                expected_d))
+              1.05 * norm_error(kernels::composed::attention_backward(d_context, settings, rounded), expected_d))
         << what;
     expect_same_bits_for_threads(
         [&] {

@@ -106,8 +106,7 @@ TEST_P(GoldenFile, EvaluationAgreesWithTraining) {
   const Golden golden(GetParam());
   Model model(golden.config, Precision::kFp64);
   model.load(golden);
-  const Objective::Evaluation result =
-      model.evaluate(golden.at("ids"), golden.at("positions"), golden.at("labels"));
+  const Objective::Evaluation result = model.evaluate(golden.at("ids"), golden.at("positions"), golden.at("labels"));
   EXPECT_NEAR(result.loss_sum.item<double>() / golden.number("loss_sum"), 1, 1e-12);
   EXPECT_EQ(result.correct.item<std::int64_t>(),
             golden.at("logits").argmax(1).eq(golden.at("labels")).sum().item<std::int64_t>());
@@ -198,10 +197,10 @@ TEST(MaskedPositions, TheirOrderDoesNotMatter) {
   a.load(golden);
   b.load(golden);
   const double loss = run(a, golden);
-  EXPECT_NEAR(b.forward_backward(golden.at("ids"), golden.at("positions").flip(0), golden.at("labels").flip(0))
-                      .item<double>() /
-                  loss,
-              1, 1e-13);
+  EXPECT_NEAR(
+      b.forward_backward(golden.at("ids"), golden.at("positions").flip(0), golden.at("labels").flip(0)).item<double>() /
+          loss,
+      1, 1e-13);
   for (ParamId id = 0; id < a.store.size(); ++id) {
     EXPECT_LE(relative_error(b.store.grad(id), a.store.grad(id)), 1e-12) << a.store.spec(id).name;
   }

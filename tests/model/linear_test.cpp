@@ -31,9 +31,8 @@ std::vector<Pair> all_pairs() {
   return pairs;
 }
 class LinearTable : public testing::TestWithParam<Pair> {};
-INSTANTIATE_TEST_SUITE_P(All, LinearTable, testing::ValuesIn(all_pairs()), [](const auto& given) {
-  return given.param.structure + "_" + given.param.name;
-});
+INSTANTIATE_TEST_SUITE_P(All, LinearTable, testing::ValuesIn(all_pairs()),
+                         [](const auto& given) { return given.param.structure + "_" + given.param.name; });
 
 constexpr std::int64_t kIn = 12, kOut = 20, kRows = 7;
 
@@ -101,8 +100,8 @@ TEST_P(LinearTable, InitialVarianceIsAsAsked) {
 
 TEST(Linear, DenseHasOneDecayingWeightOfThePublicName) {
   ParameterStore store;
-  const auto layer =
-      make_linear("dense", LinearStyle::kReplicated, {"encoder.layers.3.attn.dense", kIn, kOut, 0.02}, store, self_group());
+  const auto layer = make_linear("dense", LinearStyle::kReplicated, {"encoder.layers.3.attn.dense", kIn, kOut, 0.02},
+                                 store, self_group());
   ASSERT_EQ(store.size(), 1U);
   const ParamSpec& spec = store.spec(0);
   EXPECT_EQ(spec.name, "encoder.layers.3.attn.dense.weight");

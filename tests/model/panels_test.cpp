@@ -116,10 +116,8 @@ TEST(Panels, FollowTheWeight) {
 TEST(Panels, StoreTellsOfRawWrites) {
   CRAM_NEEDS_FUSED();
   ParameterStore store;
-  const ParamId id = store.add({.name = "w.weight",
-                                .global_shape = {64, 32},
-                                .init = InitRule::kNormal,
-                                .init_value = 1.0});
+  const ParamId id =
+      store.add({.name = "w.weight", .global_shape = {64, 32}, .init = InitRule::kNormal, .init_value = 1.0});
   store.allocate(Precision::kBf16, at::kCPU, test::adam_states());
   store.initialize(1);
   const at::Tensor x = random_bf16({8, 32}, 2);

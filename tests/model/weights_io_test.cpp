@@ -110,8 +110,7 @@ TEST(LoadWeights, TheGoldenWeightsGiveTheGoldenLogits) {
   write_tensors(folder / "x", tensors);
   Model model(golden.config, Precision::kFp64);
   load_weights(folder / "x", golden.config, model.store);
-  EXPECT_LE(test::relative_error(model.logits(golden.at("ids"), golden.at("positions")), golden.at("logits")),
-            1e-12);
+  EXPECT_LE(test::relative_error(model.logits(golden.at("ids"), golden.at("positions")), golden.at("logits")), 1e-12);
 }
 
 TEST(LoadWeights, ConvertsEveryFloatFormat) {

@@ -63,8 +63,10 @@ TEST(Regions, LayersBetweenThemAreTheDenseOnes) {
   const at::Tensor x = integers({kRows, kWidth}, 1), dy = integers({kRows, kWidth}, 2);
   for (const std::int64_t groups : {1, 2}) {
     ParameterStore dense;
-    const auto up = make_linear("dense", LinearStyle::kReplicated, {"up", kWidth, kInner, 1.0, groups}, dense, self_group());
-    const auto down = make_linear("dense", LinearStyle::kReplicated, {"down", kInner, kWidth, 1.0}, dense, self_group());
+    const auto up =
+        make_linear("dense", LinearStyle::kReplicated, {"up", kWidth, kInner, 1.0, groups}, dense, self_group());
+    const auto down =
+        make_linear("dense", LinearStyle::kReplicated, {"down", kInner, kWidth, 1.0}, dense, self_group());
     dense.allocate(Precision::kFp64, at::kCPU, test::adam_states());
     dense.initialize(3);
     Linear::Saved up_saved, down_saved;
@@ -75,7 +77,8 @@ TEST(Regions, LayersBetweenThemAreTheDenseOnes) {
         expect_all_good(run_ranks(size, [&](Communicator& group) {
           const TensorRegion region(group, sequence_parallel);
           ParameterStore store;
-          const auto column = make_linear("dense", LinearStyle::kColumn, {"up", kWidth, kInner, 1.0, groups}, store, region);
+          const auto column =
+              make_linear("dense", LinearStyle::kColumn, {"up", kWidth, kInner, 1.0, groups}, store, region);
           const auto row = make_linear("dense", LinearStyle::kRow, {"down", kInner, kWidth, 1.0}, store, region);
           store.allocate(Precision::kFp64, at::kCPU, test::adam_states());
           store.initialize(3);

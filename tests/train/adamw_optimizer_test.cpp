@@ -296,8 +296,7 @@ TEST(GoldenRun, FiftyStepsAgree) {
     const at::Tensor labels = golden.at(prefix + "labels");
     const auto count = static_cast<double>(labels.numel());
     const double loss =
-        model.forward_backward(golden.at(prefix + "ids"), golden.at(prefix + "positions"), labels)
-            .item<double>();
+        model.forward_backward(golden.at(prefix + "ids"), golden.at(prefix + "positions"), labels).item<double>();
     const double norm = std::sqrt(optimizer.own_sum_of_squares()) / count;
     const double factor = clip_factor(norm, 0.5);
     optimizer.update({step, golden.at("lrs")[step - 1].item<double>(), factor / count});
@@ -312,7 +311,8 @@ TEST(GoldenRun, FiftyStepsAgree) {
     const std::string& name = model.store.spec(id).name;
     EXPECT_LE(relative_error(model.store.master(id), golden.at("after50." + name)), 1e-10) << name;
     EXPECT_LE(relative_error(model.store.state(id, "exp_avg"), golden.at("after50.exp_avg." + name)), 1e-10) << name;
-    EXPECT_LE(relative_error(model.store.state(id, "exp_avg_sq"), golden.at("after50.exp_avg_sq." + name)), 1e-10) << name;
+    EXPECT_LE(relative_error(model.store.state(id, "exp_avg_sq"), golden.at("after50.exp_avg_sq." + name)), 1e-10)
+        << name;
   }
 }
 
@@ -327,8 +327,7 @@ TEST(GoldenRun, Fp32AndBf16FollowIt) {
       const at::Tensor labels = golden.at(prefix + "labels");
       const auto count = static_cast<double>(labels.numel());
       const double loss =
-          model.forward_backward(golden.at(prefix + "ids"), golden.at(prefix + "positions"), labels)
-              .item<double>();
+          model.forward_backward(golden.at(prefix + "ids"), golden.at(prefix + "positions"), labels).item<double>();
       const double norm = std::sqrt(optimizer.own_sum_of_squares()) / count;
       optimizer.update({step, golden.at("lrs")[step - 1].item<double>(), clip_factor(norm, 0.5) / count});
       const double limit = precision == Precision::kBf16 ? 1e-2 : step == 1 ? 1e-6 : 1e-5;

@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
-#include "support/deterministic.h"
 #include "support/call_source.h"
+#include "support/deterministic.h"
 #include "support/golden.h"
 #include "train/training_step.h"
 

@@ -161,8 +161,7 @@ Trained train(Communicator& world, Counts* counts) {
   auto graphs = counts == nullptr
                     ? nullptr
                     : std::make_unique<StepGraphs>(std::make_unique<FakeRecorder>(*counts), /*required=*/true);
-  TrainingStep training_step(model.model, model.store, mesh, training_step_settings(config), source,
-                             std::move(graphs));
+  TrainingStep training_step(model.model, model.store, mesh, training_step_settings(config), source, std::move(graphs));
   Trained trained;
   TrainingStep::Watch watch;
   watch.reduced = [&] {

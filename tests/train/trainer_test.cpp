@@ -56,8 +56,10 @@ TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
     Model model(config.model, Precision::kFp32);
     const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
     Loader batches(shards, loader_settings(config, mesh), 0);
-    Trainer trainer({config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {},
-                     [] { return EvalRecord{}; }});
+    Trainer trainer(
+        {config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [] {
+           return EvalRecord{};
+         }});
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     ends[rank] = trainer.run();
     masters[rank] = model.store.buffers()[0].master.clone();
@@ -99,10 +101,11 @@ struct TwoRanks {
       prepare(model.store, world.rank());
       const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
       Loader batches(shards, loader_settings(config, mesh), 0);
-      Trainer trainer({config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [&] {
-                         evaluate(model.store, world.rank());
-                         return EvalRecord{};
-                       }});
+      Trainer trainer(
+          {config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [&] {
+             evaluate(model.store, world.rank());
+             return EvalRecord{};
+           }});
       ends[static_cast<std::size_t>(world.rank())] = trainer.run();
     });
   }

@@ -56,8 +56,7 @@ BenchResult bench_parallel(BenchContext& context) {
     std::vector<double> step_s, exposed_s, optimizer_s;
     for (int step = 1; step <= 5; ++step) {
       world.barrier();
-      const TrainingStep::Request request{
-          .step = step, .update = step, .micro_batches = micro_batches, .lr = 1e-4};
+      const TrainingStep::Request request{.step = step, .update = step, .micro_batches = micro_batches, .lr = 1e-4};
       TrainingStep::Result result;
       if (exchange == Exchange::kNone) {
         training_step.run_without_exchange(request, result);

@@ -4,22 +4,22 @@
 
 #include "model/kernels/kernels.h"
 
-/// The operations that backends may have their own version of, each named once: its composition and the backends' member
-/// are declared from here, with the signature of kernels.h.
-#define CRAM_KERNELS(OPERATION) \
-  OPERATION(layer_norm) \
-  OPERATION(add_layer_norm_) \
-  OPERATION(layer_norm_backward) \
-  OPERATION(attention_backward) \
-  OPERATION(product_transposed) \
-  OPERATION(product) \
+/// The operations that backends may have their own version of, each named once: its composition and the backends'
+/// member are declared from here, with the signature of kernels.h.
+#define CRAM_KERNELS(OPERATION)      \
+  OPERATION(layer_norm)              \
+  OPERATION(add_layer_norm_)         \
+  OPERATION(layer_norm_backward)     \
+  OPERATION(attention_backward)      \
+  OPERATION(product_transposed)      \
+  OPERATION(product)                 \
   OPERATION(add_transposed_product_) \
-  OPERATION(add_to_) \
-  OPERATION(geglu) \
-  OPERATION(geglu_backward) \
-  OPERATION(scatter_add_rows) \
-  OPERATION(cross_entropy_) \
-  OPERATION(adamw_) \
+  OPERATION(add_to_)                 \
+  OPERATION(geglu)                   \
+  OPERATION(geglu_backward)          \
+  OPERATION(scatter_add_rows)        \
+  OPERATION(cross_entropy_)          \
+  OPERATION(adamw_)                  \
   OPERATION(sum_of_squares)
 
 namespace cram::kernels {
@@ -35,8 +35,9 @@ CRAM_KERNELS(CRAM_DECLARE_COMPOSED)
 
 }  // namespace composed
 
-/// A set of kernels for some kind of tensors: a row names what it has its own version of, the rest is composed. A version
-/// that cannot do a size or a mix of formats calls `composed` itself, and says so once (say_composed) where that is slow.
+/// A set of kernels for some kind of tensors: a row names what it has its own version of, the rest is composed. A
+/// version that cannot do a size or a mix of formats calls `composed` itself, and says so once (say_composed) where
+/// that is slow.
 struct Backend {
   const char* name;
   bool (*takes)(const at::Tensor& activation);   ///< by device, dtype, strides

@@ -107,8 +107,7 @@ at::Tensor attention_backward(const at::Tensor& d_context, const AttentionSettin
   const std::int64_t batch = settings.batch, heads = settings.heads;
   const at::Tensor q = saved.split[0], k = saved.split[1], v = saved.split[2];  // [B*heads,S,d]
   const std::int64_t seq = q.size(1), head_dim = q.size(2);
-  const at::Tensor p =
-      saved.probabilities.defined() ? saved.probabilities : attention_probabilities(q, k, settings);
+  const at::Tensor p = saved.probabilities.defined() ? saved.probabilities : attention_probabilities(q, k, settings);
   const at::Tensor d_heads =
       d_context.view({batch, seq, heads, head_dim}).transpose(1, 2).reshape({batch * heads, seq, head_dim});
   const at::Tensor d_p = at::bmm(d_heads, v.transpose(1, 2));

@@ -116,8 +116,8 @@ HeadShape shape_of(const at::Tensor& qkv, const AttentionSettings& settings) {
 
 // False, with a word about it, where the sizes are not for these kernels.
 bool fits(const HeadShape& shape, const AttentionSettings& settings) {
-  const bool lengths_fit = !settings.lengths.defined() ||
-                           (settings.lengths.is_contiguous() && settings.lengths.scalar_type() == at::kLong);
+  const bool lengths_fit =
+      !settings.lengths.defined() || (settings.lengths.is_contiguous() && settings.lengths.scalar_type() == at::kLong);
   if (shape.fits() && lengths_fit) return true;
   if (shape.seq > 0) {
     say_composed(concat("attention of rows of ", shape.seq, " tokens, heads of ", shape.head_dim,
@@ -216,8 +216,9 @@ at::Tensor attention_of_rows(const at::Tensor& qkv, const AttentionSettings& set
   kept.log_sum = at::empty({batch * heads, shape.seq}, qkv.options().dtype(at::kFloat));  // of the picked rows
   kept.qkv = qkv;
   for_each_head(shape, settings, [&](const Head& head, void* scratch) {
-    attend_picked(shape_of_row(shape, settings, head.row), picks_of_row(kept, head.row, shape.seq), const_data(qkv) + head.qkv,
-                  data(context) + head.column, kept.log_sum.data_ptr<float>() + head.log_sum, scratch);
+    attend_picked(shape_of_row(shape, settings, head.row), picks_of_row(kept, head.row, shape.seq),
+                  const_data(qkv) + head.qkv, data(context) + head.column,
+                  kept.log_sum.data_ptr<float>() + head.log_sum, scratch);
   });
   return context;
 }
@@ -229,9 +230,9 @@ at::Tensor attention_of_rows_backward(const at::Tensor& d_context, const Attenti
   const at::Tensor d_rows = d_context.contiguous();
   const at::Tensor d_qkv = at::empty_like(qkv);
   for_each_head(shape, settings, [&](const Head& head, void* scratch) {
-    attend_picked_backward(shape_of_row(shape, settings, head.row), picks_of_row(saved, head.row, shape.seq), const_data(qkv) + head.qkv,
-                           const_data(d_rows) + head.column, saved.log_sum.const_data_ptr<float>() + head.log_sum,
-                           data(d_qkv) + head.qkv, scratch);
+    attend_picked_backward(shape_of_row(shape, settings, head.row), picks_of_row(saved, head.row, shape.seq),
+                           const_data(qkv) + head.qkv, const_data(d_rows) + head.column,
+                           saved.log_sum.const_data_ptr<float>() + head.log_sum, data(d_qkv) + head.qkv, scratch);
   });
   return d_qkv;
 }

@@ -54,17 +54,18 @@ struct AttentionSaved {
 
 /// What attention is asked for beside its input.
 struct AttentionSettings {
-  std::int64_t batch = 1;           ///< B rows of S tokens
-  std::int64_t heads = 1;           ///< of this rank
-  std::int64_t head_dim = 0;        ///< d
-  bool keep_probabilities = true;   ///< composed: false makes them again in the backward pass, from the same inputs
-  /// [B] int64 on the tensors' device, 1 to S: tokens of a row; the rest is padding, which nothing attends to. Undefined:
-  /// every row is full. Padding attends to the row's tokens, so that its own (unused) result is finite.
+  std::int64_t batch = 1;          ///< B rows of S tokens
+  std::int64_t heads = 1;          ///< of this rank
+  std::int64_t head_dim = 0;       ///< d
+  bool keep_probabilities = true;  ///< composed: false makes them again in the backward pass, from the same inputs
+  /// [B] int64 on the tensors' device, 1 to S: tokens of a row; the rest is padding, which nothing attends to.
+  /// Undefined: every row is full. Padding attends to the row's tokens, so that its own (unused) result is finite.
   at::Tensor lengths = {};
 };
 
 /// Self-attention: qkv [N,3*heads*d] grouped per head (q, k, v) -> context [N,heads*d], or [M,heads*d] of the distinct
-/// rows `picks` [M] alone (all tokens of their row are attended to); backward takes the same shape. `saved` may be null.
+/// rows `picks` [M] alone (all tokens of their row are attended to); backward takes the same shape. `saved` may be
+/// null.
 [[nodiscard]] at::Tensor attention(const at::Tensor& qkv, const AttentionSettings& settings, AttentionSaved* saved,
                                    const at::Tensor& picks = at::Tensor());
 /// d_context [N,heads*d] -> d_qkv [N,3*heads*d]; zero for keys and values of padding.
