@@ -83,7 +83,7 @@ int run(int argc, char** argv) {
                       [&] {
                         const std::unique_ptr<Communicator> world =
                             launch.world_size > 1 ? make_mpi_communicator() : make_self_communicator();
-                        BenchContext context{config, options, launch, *world, paths, measure_s};
+                        BenchContext context{config, launch, *world, paths, measure_s};
                         const BenchResult result = chosen->run(context);
                         if (world->rank() == 0) print_result(result, command.has("json"));
                         return 0;

@@ -23,8 +23,8 @@ constexpr double kSearch_s = 60;    // no further size is begun that would not e
 constexpr double kMeasure_s = 0.5;  // of a size, or kFewestSteps where they take longer
 constexpr int kFewestSteps = 3, kMostSteps = 100;
 
-std::string cache_key(const Config& config, const Layout& layout, const DeviceChoice& choice) {
-  return micro_batch_key(config, layout, concat(choice.model_name, ", ", choice.threads, " threads"));
+std::string cache_key(const RunDescription& run) {
+  return micro_batch_key(run.config, run.layout, concat(run.device.model_name, ", ", run.device.threads, " threads"));
 }
 
 // A model to measure with: its own, so that nothing of it is left when the run's is built.
@@ -32,9 +32,10 @@ struct Trial {
   ParameterStore store;
   Model model;
 
-  Trial(const Config& config, const Mesh& mesh, const DeviceChoice& choice)
-      : model(config.model, store, make_placement(config, mesh), config.train.objective) {
-    store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
+  Trial(const RunDescription& run, const Mesh& mesh)
+      : model(run.config.model, store, make_placement(run.config, mesh), run.config.train.objective) {
+    store.allocate(run.device.precision, run.device.device, state_layout(run.config.train.optimizer),
+                   make_partition(run.config, mesh));
     store.initialize(0);
   }
 };
@@ -62,44 +63,40 @@ double measure(const Config& config, const Mesh& mesh, Trial& trial, std::int64_
 
 }  // namespace
 
-std::optional<std::int64_t> remembered_micro_batch(const Config& config, const Layout& layout,
-                                                   const DeviceChoice& choice) {
-  const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
-  const std::optional<std::int64_t> known =
-      MicroBatchCache(MicroBatchCache::default_file()).find(cache_key(config, layout, choice));
+std::optional<std::int64_t> remembered_micro_batch(const RunDescription& run) {
+  const std::vector<std::int64_t> candidates = micro_batch_candidates(run.config, run.layout);
+  const std::optional<std::int64_t> known = MicroBatchCache(MicroBatchCache::default_file()).find(cache_key(run));
   return known && std::find(candidates.begin(), candidates.end(), *known) != candidates.end() ? known : std::nullopt;
 }
 
-std::int64_t choose_micro_batch(const Config& config, const Mesh& mesh, const DeviceChoice& choice,
-                                const StopSignals& signals) {
-  const Layout& layout = mesh.layout();
+std::int64_t choose_micro_batch(const RunDescription& run, const Mesh& mesh, const StopSignals& signals) {
+  const Layout& layout = run.layout;
   const auto known = static_cast<std::int64_t>(broadcast_value(
-      mesh.world(), static_cast<double>(remembered_micro_batch(config, layout, choice).value_or(kAutoMicroBatch))));
+      mesh.world(), static_cast<double>(remembered_micro_batch(run).value_or(kAutoMicroBatch))));
   if (known != kAutoMicroBatch) {
     say("train.micro_batch_size=auto: ", known, ", measured before for this device and model");
     return known;
   }
-  const std::vector<std::int64_t> candidates = micro_batch_candidates(config, layout);
+  const std::vector<std::int64_t> candidates = micro_batch_candidates(run.config, layout);
   say("train.micro_batch_size=auto: measuring sizes from ", candidates.front(), " to ", candidates.back());
   const double from_s = steady_now_s();
-  std::optional<Trial> parts(std::in_place, config, mesh, choice);
-  Config trial = config;
+  std::optional<Trial> parts(std::in_place, run, mesh);
   const std::int64_t micro_batches = layout.pipeline == 1 ? 1 : 2 * layout.pipeline;
   double seconds_a_row = 0;
   bool interrupted = false;
   const auto stop = [&] { return interrupted = agree_on_largest(mesh.world(), signals.received()) != 0; };
   const auto tokens_per_s = [&](std::int64_t rows) -> std::optional<double> {
-    trial.train.micro_batch_size = rows;
+    const RunDescription trial = with_micro_batch(run, rows);
     // Enough memory on every rank, by estimate: a rank that ran out alone would leave the others waiting.
-    const RunPlanned plan = plan_run(trial, layout, rows * layout.data * micro_batches, masked_in_row(trial));
+    const RunPlanned plan = plan_run(trial.config, layout, rows * layout.data * micro_batches, masked_in_row(trial.config));
     return_free_memory();  // what a smaller size used says nothing about this one
     const double needed = plan.stages[static_cast<std::size_t>(mesh.place().pp_rank)].activation_bytes;
-    const bool fits = needed < free_memory_bytes(choice);
+    const bool fits = needed < free_memory_bytes(run.device);
     if (agree_on_largest(mesh.world(), fits ? 0 : 1) != 0) return std::nullopt;
     try {
-      const double seconds = measure(trial, mesh, *parts, micro_batches, stop);
+      const double seconds = measure(trial.config, mesh, *parts, micro_batches, stop);
       seconds_a_row = seconds / static_cast<double>(rows);
-      return static_cast<double>(rows * micro_batches * layout.data * config.model.seq_length) / seconds;
+      return static_cast<double>(rows * micro_batches * layout.data * run.config.model.seq_length) / seconds;
     } catch (const c10::OutOfMemoryError&) {
       if (mesh.world().size() > 1) throw;
     } catch (const std::bad_alloc&) {
@@ -120,7 +117,7 @@ std::int64_t choose_micro_batch(const Config& config, const Mesh& mesh, const De
     return found.rows;
   }
   if (mesh.world().rank() == 0) {
-    MicroBatchCache(MicroBatchCache::default_file()).remember(cache_key(config, layout, choice), found.rows);
+    MicroBatchCache(MicroBatchCache::default_file()).remember(cache_key(run), found.rows);
   }
   const double search_s = broadcast_value(mesh.world(), steady_now_s() - from_s);
   std::string tried;

@@ -23,10 +23,12 @@ constexpr std::int64_t kLargestBaselineTokens = 1LL << 28;
 
 }  // namespace
 
-void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
-                 const TrainData& data) {
-  say(choice.reason);
+void print_start(const RunDescription& run, const Launch& launch, const TrainData& data) {
+  say(run.device.text());
   say("cram ", version(), " (", build_description(), "; ", mpi_version(), "; started by ", launch.launcher, ")");
+  Config config = run.config;  // the table points to what it could change
+  OptionTable options;
+  add_train_options(options, config);
   std::string section, line;
   for (const Option& row : options.rows()) {
     const std::size_t dot = row.key().find('.');

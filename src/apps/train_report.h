@@ -4,14 +4,12 @@
 #include <memory>
 #include <string>
 
-#include "base/options.h"
 #include "data/shard_set.h"
 #include "data/tokenizer.h"
 #include "parallel/launch.h"
-#include "train/device.h"
 #include "train/forward_pass.h"
 #include "train/metrics.h"
-#include "train/train_config.h"
+#include "train/run_description.h"
 
 namespace cram {
 
@@ -21,8 +19,7 @@ struct TrainData {
 };
 
 /// Versions, every setting, the model's and the data's size.
-void print_start(const Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
-                 const TrainData& data);
+void print_start(const RunDescription& run, const Launch& launch, const TrainData& data);
 
 /// A few sentences with their gaps filled; collective over the model's groups.
 void show_fills(ForwardPass& pass, const ModelConfig& model, const Tokenizer& tokenizer);

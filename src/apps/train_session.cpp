@@ -4,46 +4,39 @@
 #include <torch/types.h>
 
 #include <filesystem>
-#include <map>
-#include <sstream>
 
 #include "apps/micro_batch.h"
 #include "apps/train_report.h"
 #include "base/log.h"
-#include "base/version.h"
-#include "data/loader.h"
 #include "eval/mlm.h"
 #include "parallel/agreement.h"
 #include "parallel/mesh.h"
 #include "parallel/watchdog.h"
 #include "train/micro_batch_search.h"
 #include "train/run_plan.h"
-#include "train/step_graph.h"
+#include "train/shared_rows.h"
 #include "train/trainer.h"
 
 namespace cram {
 namespace {
 
-// A value the shards decide: taken from them when left out, refused when it differs.
-void settle(std::int64_t& value, std::int64_t from_shards, const char* key, const TrainData& data) {
-  if (value == 0) value = from_shards;
-  CRAM_CHECK(value == from_shards, ExitCode::kUsage, key, "=", value, ", but ", data.train->folder(), " has ",
-             from_shards, " (tokenizer digest ", data.train->tokenizer_digest(), "); leave ", key,
-             " out or prepare the data anew");
+// Each shard is opened by one rank of the job.
+TrainData open_data(const DataConfig& data, bool verify_all, Communicator& world) {
+  CRAM_CHECK(!data.shards.empty(), ExitCode::kUsage, "data.shards is empty; name a folder made by cram_data pack");
+  ShardSetOptions options;
+  options.verify_all = verify_all || data.verify == "full";
+  options.skip_bad_shards = data.on_bad_shard == "skip";
+  const auto exchange = [&](const std::string& own) {
+    std::string all;
+    for (const std::string& text : gather_text_to_root(world, own)) all += text;
+    return broadcast_text(world, all);
+  };
+  PreparedShards both = open_prepared(data.shards, options, {world.rank(), world.size(), exchange});
+  return {std::make_shared<ShardSet>(std::move(both.train)), std::make_shared<ShardSet>(std::move(both.validation))};
 }
 
-TrainData open_data(Config& config, bool verify_all) {
-  CRAM_CHECK(!config.data.shards.empty(), ExitCode::kUsage,
-             "data.shards is empty; name a folder made by cram_data pack");
-  ShardSetOptions options;
-  options.verify_all = verify_all || config.data.verify == "full";
-  options.skip_bad_shards = config.data.on_bad_shard == "skip";
-  TrainData data;
-  data.train = std::make_shared<ShardSet>(ShardSet::open(config.data.shards, "train", options));
-  data.validation = std::make_shared<ShardSet>(ShardSet::open(config.data.shards, "validation", options));
-  settle(config.model.vocab_size, data.train->vocab_size(), "model.vocab_size", data);
-  settle(config.model.seq_length, data.train->seq_length(), "model.seq_length", data);
-  return data;
+DataShape shape_of(const ShardSet& shards) {
+  return {shards.vocab_size(), shards.seq_length(), shards.folder(), shards.tokenizer_digest()};
 }
 
 // The newest valid checkpoint this command may go on from, nothing for a run that starts. Warns about what changed;
@@ -56,7 +49,7 @@ std::optional<CheckpointFolder::Found> checkpoint_to_resume(const OptionTable& o
     say("no committed checkpoint in ", folder.path(), ": starting at step 0");
     return std::nullopt;
   }
-  std::vector<std::string> changes = changed_settings(found->info.settings, options);
+  std::vector<std::string> changes = changed_settings(found->info.settings, options, now.settings);
   for (const auto& [what, digest] : now.identity) {
     const auto saved = found->info.identity.find(what);
     if (saved != found->info.identity.end() && saved->second != digest) {
@@ -82,12 +75,13 @@ std::optional<CheckpointFolder::Found> checkpoint_to_resume(const OptionTable& o
 }
 
 // auto on a resume is the size the run was stored with, or the nearest one that this layout can do.
-void take_micro_batch_of(const CheckpointInfo& saved, Config& config, const Layout& layout) {
+std::int64_t micro_batch_of(const CheckpointInfo& saved, const RunDescription& run) {
   const auto size = saved.settings.find("train.micro_batch_size");
-  if (config.train.micro_batch_size != kAutoMicroBatch || size == saved.settings.end()) return;
-  config.train.micro_batch_size =
-      nearest_micro_batch(config, layout, parse_integer(size->second, "train.micro_batch_size of the checkpoint"));
-  say("train.micro_batch_size=auto: ", config.train.micro_batch_size, ", the run's own is ", size->second);
+  if (run.has_micro_batch() || size == saved.settings.end()) return run.config.train.micro_batch_size;
+  const std::int64_t rows = nearest_micro_batch(
+      run.config, run.layout, parse_integer(size->second, "train.micro_batch_size of the checkpoint"));
+  say("train.micro_batch_size=auto: ", rows, ", the run's own is ", size->second);
+  return rows;
 }
 
 void warn_if_disk_is_small(const Config& config, const ParameterStore& store, const std::string& folder) {
@@ -110,40 +104,11 @@ void verify_everything(const RunFolder& folder) {
   if (steps.empty()) say("no committed checkpoint in ", folder.path());
 }
 
-// Ranks that were not started alike would train apart, or hang: what each was asked for must be what rank 0 was.
-void check_started_alike(Communicator& world, const OptionTable& options, const TrainData& data) {
-  std::string asked =
-      concat("program\t", version(), " ", build_description(), "\ndata digest\t", data.train->digest(), "\n");
-  for (const auto& [key, value] : options.values()) asked += concat(key, "\t", value, "\n");
-  const std::vector<std::string> all = gather_text(world, asked);
-  const auto parsed = [](const std::string& text) {
-    std::map<std::string, std::string> values;
-    std::istringstream lines(text);
-    for (std::string line; std::getline(lines, line);) {
-      values[line.substr(0, line.find('\t'))] = line.substr(line.find('\t') + 1);
-    }
-    return values;
-  };
-  const std::map<std::string, std::string> first = parsed(all[0]);
-  std::string differences;
-  for (std::size_t rank = 1; rank < all.size(); ++rank) {
-    if (all[rank] == all[0]) continue;
-    for (const auto& [key, value] : parsed(all[rank])) {
-      const auto expected = first.find(key);
-      if (expected != first.end() && expected->second == value) continue;
-      differences += concat("\n  ", key, ": rank ", rank, " has ", value, ", rank 0 ",
-                            expected == first.end() ? "nothing" : expected->second);
-    }
-  }
-  CRAM_CHECK(differences.empty(), ExitCode::kUsage, "the ranks were not started alike:", differences,
-             "\nstart all of them with one command, one program and one data folder");
-}
-
 // Who is where: one line a rank on rank 0's terminal and log.
 void print_ranks(const Mesh& mesh, const DeviceChoice& choice, const Launch& launch) {
   if (mesh.world().size() == 1) return;
   const MeshCoordinates& place = mesh.place();
-  const std::vector<std::string> all = gather_text(
+  const std::vector<std::string> all = gather_text_to_root(
       mesh.world(), concat("host ", choice.host, ", ", choice.device_name, ", ", choice.threads, " threads, tensor ",
                            place.tp_rank, ", data ", place.dp_rank, ", stage ", place.pp_rank));
   say("started by ", launch.launcher, ": ", mesh.world().size(), " ranks, layout ", mesh.layout().text());
@@ -162,80 +127,68 @@ std::unique_ptr<Communicator> make_device_world(Communicator& world, const Confi
   return make_nccl_communicator(world, choice.device);
 }
 
-// Sequence parallelism cuts the rows of a micro-batch; better refused here than in the first step.
-void check_rows_can_be_shared(const Config& config, const Layout& layout) {
-  const std::int64_t rows = config.train.micro_batch_size * config.model.seq_length;
-  CRAM_CHECK(!config.parallel.sequence_parallel || rows % layout.tensor == 0, ExitCode::kUsage,
-             "parallel.sequence_parallel: ", rows,
-             " tokens of a micro-batch (train.micro_batch_size=", config.train.micro_batch_size, " x ",
-             config.model.seq_length, ") cannot be shared out to ", layout.tensor,
-             " tensor ranks; choose a micro-batch that can");
-}
-
-// This rank's micro-batches. Stages between the first and the last see activations only: they read no data.
-std::unique_ptr<BatchSource> open_batches(const Config& config, const Mesh& mesh, const ParameterStore& store,
-                                          const TrainData& data, const Progress& progress) {
-  if (!mesh.is_first_stage() && !mesh.is_last_stage()) {
-    return std::make_unique<RowCounts>(config.train.micro_batch_size, config.model.seq_length);
-  }
+LoaderSettings loader_settings(const RunDescription& run, const Mesh& mesh) {
   LoaderSettings settings;
   settings.dp_rank = mesh.place().dp_rank;
   settings.dp_size = mesh.layout().data;
-  settings.micro_batch = config.train.micro_batch_size;
-  settings.seed = static_cast<std::uint64_t>(config.run.seed);
-  settings.mask_rate = config.train.mask_rate;
-  settings.shuffle = config.data.shuffle;
-  settings.pin_memory = store.device().is_cuda();
-  return std::make_unique<Loader>(data.train, settings, progress.consumed_samples);
+  settings.micro_batch = run.config.train.micro_batch_size;
+  settings.seed = static_cast<std::uint64_t>(run.config.run.seed);
+  settings.mask_rate = run.config.train.mask_rate;
+  settings.shuffle = run.config.data.shuffle;
+  settings.pin_memory = run.device.device.is_cuda();
+  return settings;
 }
 
 struct OpenedRun {
   std::unique_ptr<RunFolder> folder;  // rank 0's
   std::string resume_from;            // a checkpoint; "" = step 0
+  std::int64_t micro_batch = 0;       // may still be auto
 };
 
-// The run folder is rank 0's business; the others learn where to resume from. Fills in info.progress and, of a run that
-// goes on, an automatic micro-batch size.
-OpenedRun open_run(Communicator& world, Config& config, const OptionTable& options, const TrainRequest& request,
-                   CheckpointInfo& info, const Layout& layout, const std::function<void()>& introduce) {
-  OpenedRun run;
+// The run folder is rank 0's business; the others learn where to resume from. Fills in info.progress. Nothing in the
+// folder says yet that it is a run of these settings.
+OpenedRun open_run(Communicator& world, const RunDescription& run, const OptionTable& options,
+                   const TrainRequest& request, CheckpointInfo& info, const std::function<void()>& introduce) {
+  const std::string& output = run.config.run.output;
+  OpenedRun opened;
+  opened.micro_batch = run.config.train.micro_batch_size;
   on_root(world, [&] {
     introduce();
-    run.folder = std::make_unique<RunFolder>(config.run.output);
-    if (request.fresh) run.folder->set_aside();
-    run.folder->lock();
-    const std::int64_t attempt = next_attempt(run.folder->path());
-    if (const auto found = checkpoint_to_resume(options, *run.folder, info, request.force)) {
-      run.resume_from = found->path;
+    opened.folder = std::make_unique<RunFolder>(output);
+    if (request.fresh) opened.folder->set_aside();
+    opened.folder->lock();
+    const std::int64_t attempt = next_attempt(output);
+    if (const auto found = checkpoint_to_resume(options, *opened.folder, info, request.force)) {
+      opened.resume_from = found->path;
       info.progress = found->info.progress;
       // Before the first step no number depends on it: a search that a signal ended is made again.
-      if (found->info.progress.step > 0) take_micro_batch_of(found->info, config, layout);
+      if (found->info.progress.step > 0) opened.micro_batch = micro_batch_of(found->info, run);
     }
     info.progress.attempt = attempt;
-    run.folder->open(options, info.environment);
-    clear_roll_call(config.run.output + "/logs", world.size());
+    opened.folder->open();
+    clear_roll_call(output + "/logs", world.size());
   });
-  run.resume_from = broadcast_text(world, run.resume_from);
+  opened.resume_from = broadcast_text(world, opened.resume_from);
   info.progress = parse_progress(broadcast_text(world, progress_text(info.progress)));
-  config.train.micro_batch_size = agree_on_largest(world, config.train.micro_batch_size);
-  if (world.rank() > 0) open_log_file(rank_log_path(config.run.output, world.rank()));
-  return run;
+  opened.micro_batch = agree_on_largest(world, opened.micro_batch);
+  if (world.rank() > 0) open_log_file(rank_log_path(output, world.rank()));
+  return opened;
 }
 
-int dry_run(Config& config, const OptionTable& options, const DeviceChoice& choice, const Launch& launch,
-            const TrainData& data, const Layout& layout) {
-  if (config.train.micro_batch_size == kAutoMicroBatch) {
-    const std::optional<std::int64_t> measured = remembered_micro_batch(config, layout, choice);
-    config.train.micro_batch_size =
-        measured ? *measured : nearest_micro_batch(config, layout, TrainConfig().micro_batch_size);
+int dry_run(const RunDescription& resolved, const Launch& launch, const TrainData& data) {
+  std::int64_t rows = resolved.config.train.micro_batch_size;
+  if (!resolved.has_micro_batch()) {
+    const std::optional<std::int64_t> measured = remembered_micro_batch(resolved);
+    rows = measured ? *measured
+                    : nearest_micro_batch(resolved.config, resolved.layout, TrainConfig().micro_batch_size);
     say("train.micro_batch_size=auto",
-        measured ? ", measured before: " : " is measured when the run starts; planned with ",
-        config.train.micro_batch_size);
+        measured ? ", measured before: " : " is measured when the run starts; planned with ", rows);
   }
-  const RunPlanned plan = plan_run(config, layout, config.train.batch_size, masked_in_row(config));
+  const RunDescription run = with_micro_batch(resolved, rows);
+  const RunPlanned plan = plan_run(run.config, run.layout, run.config.train.batch_size, masked_in_row(run.config));
   if (launch.rank > 0) return 0;
-  print_start(config, options, choice, launch, data);
-  say(describe_plan(plan, config, layout));
+  print_start(run, launch, data);
+  say(describe_plan(plan, run.config, run.layout));
   say("dry run: nothing was allocated or written");
   return 0;
 }
@@ -245,66 +198,43 @@ int verify_run(Communicator& world, const Config& config) {
   return 0;
 }
 
-}  // namespace
-
-int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
-                 Communicator& world, const StopSignals& signals, Watchdog* watchdog) {
-  world.check_calls(config.parallel.check_calls);
-  const int ranks = request.planned_ranks > 0 ? request.planned_ranks : world.size();
-  const Layout layout =
-      layout_for(ranks, static_cast<int>(config.parallel.tensor), static_cast<int>(config.parallel.pipeline));
-  resolve_train_config(config, layout);
-  const TrainData data = open_data(config, request.verify);
-  check_model_config(config.model);
-  CRAM_CHECK(masked_in_row(config) > 0, ExitCode::kUsage, "train.mask_rate=", config.train.mask_rate,
-             " masks no token of a row of ", config.model.seq_length, "; the rate must be above ",
-             0.5 / static_cast<double>(config.model.seq_length));
-  check_rows_can_be_shared(config, layout);
-  if (!request.dry_run) check_started_alike(world, options, data);
-  const bool alone_under_mpirun = launch.launcher != "none" && launch.local_size == 1;
-  const int processors = std::max(1, available_processors(alone_under_mpirun) / launch.local_size);
-  const DeviceChoice choice =
-      choose_device(config, processors, launch.local_rank, launch.local_size, /*plans=*/request.dry_run);
-  (void)choose_cuda_graph(config, layout, choice.device);  // refused before anything is written
-  if (config.run.output.empty()) config.run.output = default_run_path(options);
-  if (request.dry_run) return dry_run(config, options, choice, launch, data, layout);
-  if (request.verify) return verify_run(world, config);
-
-  const std::unique_ptr<Communicator> device_world = make_device_world(world, config, choice);
-  const Mesh mesh(world, layout, device_world ? *device_world : world);
+// What started: parts that several steps of a run share.
+struct Started {
+  const OptionTable& options;
+  const TrainData& data;
+  const Mesh& mesh;
+  const StopSignals& signals;
+  const OpenedRun& opened;
   CheckpointInfo info;
-  info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
-  info.environment = describe_environment(choice, layout);
-  if (config.train.micro_batch_size != kAutoMicroBatch) {
-    info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
-  }
+};
 
-  const OpenedRun run = open_run(world, config, options, request, info, layout,
-                                 [&] { print_start(config, options, choice, launch, data); });
-  if (watchdog != nullptr) watchdog->call_roll_in(config.run.output + "/logs");
-  print_ranks(mesh, choice, launch);
-
-  const at::NoGradGuard no_grad;  // the backward pass is explicit
-  const bool searches = config.train.micro_batch_size == kAutoMicroBatch;
-  if (searches) config.train.micro_batch_size = choose_micro_batch(config, mesh, choice, signals);
+// Builds the run's parts from its final description and trains.
+int train(const RunDescription& run, Started started) {
+  const Config& config = run.config;
+  const Mesh& mesh = started.mesh;
+  Communicator& world = mesh.world();
+  CheckpointInfo& info = started.info;
+  info.settings = settings_of(config);
   info.environment["micro_batch_size"] = std::to_string(config.train.micro_batch_size);
-  if (searches) on_root(world, [&] { run.folder->describe(options, info.environment); });
-  info.settings = options.values();
   ParameterStore store;
   Model model(config.model, store, make_placement(config, mesh), config.train.objective);
-  store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
-  if (run.resume_from.empty()) {
+  store.allocate(run.device.precision, run.device.device, state_layout(config.train.optimizer),
+                 make_partition(config, mesh));
+  if (started.opened.resume_from.empty()) {
     store.initialize(static_cast<std::uint64_t>(config.run.seed));
   } else {
-    load_checkpoint(run.resume_from, store, parameter_names(config.model, config.train.objective));
+    load_checkpoint(started.opened.resume_from, store, parameter_names(config.model, config.train.objective));
     say("resuming after step ", format_grouped(info.progress.step));
   }
+  on_root(world, [&] {
+    started.opened.folder->describe(started.options, info.environment, resolved_values(started.options, config));
+  });
   warn_if_disk_is_small(config, store, config.run.output);
 
   const Tokenizer tokenizer = Tokenizer::load(config.data.shards);
   const MlmEvalSettings eval_settings{config.eval.rows, config.train.micro_batch_size, config.train.mask_rate};
   const auto evaluate = [&] {
-    const EvalRecord record = evaluate_mlm(model, store, *data.validation, eval_settings, mesh);
+    const EvalRecord record = evaluate_mlm(model, store, *started.data.validation, eval_settings, mesh);
     say("  held-out loss ", fixed3(record.loss), ", accuracy ", fixed3(100 * record.accuracy), "% of ",
         format_grouped(record.masked), " masked tokens");
     ForwardPass pass(model, store, mesh.pipeline());
@@ -313,17 +243,56 @@ int run_training(Config& config, OptionTable& options, const TrainRequest& reque
   };
   Summary summary;
   {
-    const std::unique_ptr<BatchSource> batches = open_batches(config, mesh, store, data, info.progress);
-    Trainer trainer(
-        {config, mesh, model, store, *batches, data.train->rows(), signals, config.run.output, info, evaluate});
+    const std::unique_ptr<BatchSource> batches =
+        open_rows(started.data.train, loader_settings(run, mesh), info.progress.consumed_samples, mesh);
+    Trainer trainer({run, mesh, model, store, *batches, started.data.train->rows(), started.signals, config.run.output,
+                     info, evaluate});
     summary = trainer.run();
   }
   if (world.rank() == 0) {
-    if (summary.eval) print_baselines(config, data, *summary.eval);
+    if (summary.eval) print_baselines(config, started.data, *summary.eval);
     print_summary(summary, config, config.run.output);
   }
   const bool preempted = summary.reason.rfind("SIG", 0) == 0;
   return static_cast<int>(preempted ? ExitCode::kPreempted : ExitCode::kOk);
+}
+
+}  // namespace
+
+int run_training(const Config& given, const OptionTable& options, const TrainRequest& request, const Launch& launch,
+                 Communicator& world, const StopSignals& signals, Watchdog* watchdog) {
+  world.check_calls(given.parallel.check_calls);
+  const int ranks = request.planned_ranks > 0 ? request.planned_ranks : world.size();
+  const Layout layout =
+      layout_for(ranks, static_cast<int>(given.parallel.tensor), static_cast<int>(given.parallel.pipeline));
+  (void)resolve_train_config(given, layout);  // what is wrong with the values needs no data to be said
+  const TrainData data = open_data(given.data, request.verify, world);
+  if (!request.dry_run) check_started_alike(world, options, data.train->digest());
+  RunDescription resolved =
+      resolve_run(given, layout, shape_of(*data.train), machine_place(launch), world, /*plans=*/request.dry_run);
+  if (given.run.output.empty()) resolved.config.run.output = default_run_path(options, settings_of(resolved.config));
+  if (request.dry_run) return dry_run(resolved, launch, data);
+  if (request.verify) return verify_run(world, resolved.config);
+
+  use_device(resolved.device);
+  const std::unique_ptr<Communicator> device_world = make_device_world(world, resolved.config, resolved.device);
+  const Mesh mesh(world, layout, device_world ? *device_world : world);
+  CheckpointInfo info;
+  info.identity = {{"data digest", data.train->digest()}, {"tokenizer digest", data.train->tokenizer_digest()}};
+  info.settings = settings_of(resolved.config);
+  info.environment = describe_environment(resolved.device, layout);
+  if (resolved.has_micro_batch()) {
+    info.environment["micro_batch_size"] = std::to_string(resolved.config.train.micro_batch_size);
+  }
+  const OpenedRun opened =
+      open_run(world, resolved, options, request, info, [&] { print_start(resolved, launch, data); });
+  if (watchdog != nullptr) watchdog->call_roll_in(resolved.config.run.output + "/logs");
+  print_ranks(mesh, resolved.device, launch);
+
+  const at::NoGradGuard no_grad;  // the backward pass is explicit
+  const std::int64_t rows =
+      opened.micro_batch != kAutoMicroBatch ? opened.micro_batch : choose_micro_batch(resolved, mesh, signals);
+  return train(with_micro_batch(resolved, rows), {options, data, mesh, signals, opened, info});
 }
 
 }  // namespace cram

@@ -21,10 +21,10 @@ struct TrainRequest {
   int planned_ranks = 0;  ///< of a dry run: as if started with so many; 0 = as many as there are
 };
 
-/// `config` is what `options` points to; every rank of `world` calls it with the same arguments. Returns the exit code;
+/// `given` is what `options` points to; every rank of `world` calls it with the same arguments. Returns the exit code;
 /// throws Error, on one rank or on all, so the caller ends the job when this throws. `watchdog` is this rank's, or
 /// null.
-[[nodiscard]] int run_training(Config& config, OptionTable& options, const TrainRequest& request, const Launch& launch,
+[[nodiscard]] int run_training(const Config& given, const OptionTable& options, const TrainRequest& request, const Launch& launch,
                                Communicator& world, const StopSignals& signals, Watchdog* watchdog);
 
 }  // namespace cram

@@ -221,6 +221,11 @@ Option& Option::also_called(std::vector<std::string> other_names) {
   other_names_ = std::move(other_names);
   return *this;
 }
+Option& Option::added_later() {
+  added_later_ = true;
+  return *this;
+}
+
 Option& Option::free_on_resume() {
   free_on_resume_ = true;
   return *this;

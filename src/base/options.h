@@ -54,10 +54,12 @@ class Option {
   Option& word(std::string name, std::int64_t value);         ///< integers: a name for a value outside the range
   Option& also_called(std::vector<std::string> other_names);  ///< only for "did you mean"
   Option& free_on_resume();                                   ///< may differ when a run is resumed
+  Option& added_later();                                      ///< earlier programs had it not: they did its default
 
   [[nodiscard]] const std::string& key() const { return key_; }
   [[nodiscard]] const std::string& help() const { return help_; }
   [[nodiscard]] bool is_free_on_resume() const { return free_on_resume_; }
+  [[nodiscard]] bool came_later() const { return added_later_; }
   [[nodiscard]] bool is_text() const;
   [[nodiscard]] bool knows_word(std::string_view text) const { return !word_.empty() && text == word_; }
   /// Where the value came from: "default", "FILE:LINE:COLUMN", "command line".
@@ -88,6 +90,7 @@ class Option {
   std::int64_t word_value_ = 0;
   [[nodiscard]] bool is_word() const;
   bool free_on_resume_ = false;
+  bool added_later_ = false;
 };
 
 class OptionTable {

@@ -53,7 +53,7 @@ void print_row(ShardSet& shards, const Tokenizer& tokenizer, std::int64_t row, c
 
 void verify_folder(const std::string& folder) {
   const Manifest manifest = read_manifest(folder);
-  std::vector<std::string> faults = find_damage(folder, manifest, /*digests=*/true);
+  std::vector<Damage> faults = find_damage(folder, manifest, /*digests=*/true);
   if (faults.empty()) {
     try {
       const Tokenizer tokenizer = Tokenizer::load(folder);
@@ -68,12 +68,12 @@ void verify_folder(const std::string& folder) {
         say(name, ": ", with_commas(split.rows), " rows in ", split.shards.size(), " shards are good");
       }
     } catch (const Error& error) {
-      faults.emplace_back(error.what());
+      faults.push_back({"", error.what()});
     }
   }
   if (faults.empty()) return say(folder, " is whole (", manifest.kind, ", tokenizer ", manifest.tokenizer.digest, ")");
   std::string list;
-  for (const std::string& fault : faults) list += "\n  " + fault;
+  for (const Damage& fault : faults) list += "\n  " + fault.message;
   fail(ExitCode::kData, folder, " is damaged:", list, "\nMake it again with --force, or copy it again");
 }
 

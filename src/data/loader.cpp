@@ -2,6 +2,7 @@
 
 #include <torch/types.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -11,71 +12,81 @@
 #include <vector>
 
 #include "base/check.h"
-#include "data/sampler.h"
 
 namespace cram {
 namespace {
-
-/// Collects masked rows into the tensors of one batch.
-class BatchBuilder {
- public:
-  BatchBuilder(const MaskSettings& settings, std::int64_t rows, bool pin_memory)
-      : settings_(settings),
-        per_row_(masked_per_row(settings)),
-        row_(static_cast<std::size_t>(settings.seq_length)),
-        pin_memory_(pin_memory),
-        ids_(at::empty({rows, settings.seq_length}, at::kLong)),
-        labels_(at::empty({rows * per_row_}, at::kLong)),
-        positions_(at::empty({rows * per_row_}, at::kLong)) {}
-
-  void add(ShardSet& shards, const SampleId& sample) {
-    const std::int64_t s = settings_.seq_length;
-    shards.read_rows(sample.row, 1, row_.data());
-    std::int64_t* positions = positions_.mutable_data_ptr<std::int64_t>() + added_ * per_row_;
-    std::int64_t* labels = labels_.mutable_data_ptr<std::int64_t>() + added_ * per_row_;
-    mask_row(settings_, sample.epoch, sample.row, row_.data(), positions, labels);
-    for (std::int64_t i = 0; i < per_row_; ++i) positions[i] += added_ * s;
-    std::int64_t* ids = ids_.mutable_data_ptr<std::int64_t>() + added_ * s;
-    for (std::size_t i = 0; i < row_.size(); ++i) ids[i] = static_cast<std::int64_t>(row_[i]);
-    ++added_;
-  }
-
-  [[nodiscard]] Batch take() const {
-    const Batch batch(ids_.size(0), settings_.seq_length,
-                      {{std::string(field::kIds), ids_},
-                       {std::string(field::kLabels), labels_},
-                       {std::string(field::kPositions), positions_}});
-    return pin_memory_ ? batch.map([](const at::Tensor& x) { return x.pin_memory(); }) : batch;
-  }
-
- private:
-  MaskSettings settings_;
-  std::int64_t per_row_;
-  std::vector<std::uint32_t> row_;  // [S]
-  bool pin_memory_;
-  at::Tensor ids_, labels_, positions_;
-  std::int64_t added_ = 0;
-};
 
 MaskSettings mask_settings(const ShardSet& shards, const LoaderSettings& settings) {
   return {settings.seed, shards.vocab_size(), shards.seq_length(), settings.mask_rate};
 }
 
+at::Tensor read_samples(ShardSet& shards, const std::vector<SampleId>& samples) {
+  const std::int64_t s = shards.seq_length();
+  at::Tensor ids = at::empty({static_cast<std::int64_t>(samples.size()), s}, at::kInt);
+  auto* out = reinterpret_cast<std::uint32_t*>(ids.mutable_data_ptr<std::int32_t>());
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    shards.read_rows(samples[i].row, 1, out + static_cast<std::int64_t>(i) * s);
+  }
+  return ids;
+}
+
 }  // namespace
 
-struct Loader::State {
-  State(std::shared_ptr<ShardSet> shard_set, const LoaderSettings& loader_settings, std::int64_t first)
-      : shards(std::move(shard_set)),
-        settings(loader_settings),
-        masks(mask_settings(*shards, loader_settings)),
-        first_sample(first),
-        sampler(shards->rows(), loader_settings.seed, loader_settings.shuffle) {}
+Batch masked_batch(const std::vector<SampleId>& samples, const at::Tensor& ids, const MaskSettings& settings) {
+  const std::int64_t s = settings.seq_length, per_row = masked_per_row(settings);
+  const auto rows = static_cast<std::int64_t>(samples.size());
+  CRAM_DCHECK(ids.scalar_type() == at::kInt && ids.is_contiguous() && ids.numel() == rows * s);
+  const at::Tensor shown = at::empty({rows, s}, at::kLong);
+  const at::Tensor labels = at::empty({rows * per_row}, at::kLong), positions = at::empty_like(labels);
+  std::vector<std::uint32_t> row(static_cast<std::size_t>(s));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const auto* from = reinterpret_cast<const std::uint32_t*>(ids.const_data_ptr<std::int32_t>()) + r * s;
+    std::copy(from, from + s, row.begin());
+    std::int64_t* where = positions.mutable_data_ptr<std::int64_t>() + r * per_row;
+    const SampleId& sample = samples[static_cast<std::size_t>(r)];
+    mask_row(settings, sample.epoch, sample.row, row.data(), where,
+             labels.mutable_data_ptr<std::int64_t>() + r * per_row);
+    for (std::int64_t i = 0; i < per_row; ++i) where[i] += r * s;
+    std::copy(row.begin(), row.end(), shown.mutable_data_ptr<std::int64_t>() + r * s);
+  }
+  return Batch(rows, s,
+               {{std::string(field::kIds), shown},
+                {std::string(field::kLabels), labels},
+                {std::string(field::kPositions), positions}});
+}
 
-  Batch make(std::int64_t step) {
-    BatchBuilder builder(masks, settings.micro_batch, settings.pin_memory);
-    const std::int64_t first = first_sample + (step * settings.dp_size + settings.dp_rank) * settings.micro_batch;
-    for (std::int64_t i = 0; i < settings.micro_batch; ++i) builder.add(*shards, sampler.at(first + i));
-    return builder.take();
+RowStream::RowStream(const ShardSet& shards, const LoaderSettings& settings, std::int64_t first_sample)
+    : settings_(settings),
+      masks_(mask_settings(shards, settings)),
+      first_sample_(first_sample),
+      sampler_(shards.rows(), settings.seed, settings.shuffle) {
+  CRAM_CHECK(settings.micro_batch > 0 && settings.dp_size > 0 && settings.dp_rank >= 0 &&
+                 settings.dp_rank < settings.dp_size && settings.prefetch >= 0 && first_sample >= 0,
+             ExitCode::kUsage, "the loader needs micro_batch > 0 and 0 <= dp_rank < dp_size, got micro_batch ",
+             settings.micro_batch, ", dp_rank ", settings.dp_rank, ", dp_size ", settings.dp_size, ", prefetch ",
+             settings.prefetch, ", first sample ", first_sample);
+}
+
+std::vector<SampleId> RowStream::samples(std::int64_t step) {
+  const std::int64_t first = first_sample_ + (step * settings_.dp_size + settings_.dp_rank) * settings_.micro_batch;
+  std::vector<SampleId> samples;
+  for (std::int64_t i = 0; i < settings_.micro_batch; ++i) samples.push_back(sampler_.at(first + i));
+  return samples;
+}
+
+Batch RowStream::batch(const std::vector<SampleId>& samples, const at::Tensor& ids) const {
+  const Batch made = masked_batch(samples, ids, masks_);
+  return settings_.pin_memory ? made.map([](const at::Tensor& x) { return x.pin_memory(); }) : made;
+}
+
+struct Loader::State {
+  State(std::shared_ptr<ShardSet> shard_set, const LoaderSettings& loader_settings, std::int64_t first_sample)
+      : shards(std::move(shard_set)), settings(loader_settings), stream(*shards, loader_settings, first_sample) {}
+
+  Loaded make(std::int64_t step) {
+    const std::vector<SampleId> samples = stream.samples(step);
+    at::Tensor ids = read_samples(*shards, samples);
+    return {stream.batch(samples, ids), ids};
   }
 
   void run() noexcept {
@@ -86,7 +97,7 @@ struct Loader::State {
         if (stopping) return;
       }
       try {
-        Batch batch = make(step);
+        Loaded batch = make(step);
         const std::lock_guard lock(mutex);
         ready.push_back(std::move(batch));
       } catch (...) {
@@ -100,25 +111,18 @@ struct Loader::State {
 
   std::shared_ptr<ShardSet> shards;
   LoaderSettings settings;
-  MaskSettings masks;
-  std::int64_t first_sample;
-  Sampler sampler;             // the reader thread's own, like `shards`, while it lives
+  RowStream stream;            // the reader thread's own, like `shards`, while it lives
   std::int64_t next_step = 0;  // prefetch 0 only
 
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Batch> ready;   // guarded by mutex
+  std::deque<Loaded> ready;   // guarded by mutex
   std::exception_ptr error;  // written once, by the reader thread under the mutex
   bool stopping = false;     // guarded by mutex
   std::thread reader;
 };
 
 Loader::Loader(std::shared_ptr<ShardSet> shards, const LoaderSettings& settings, std::int64_t first_sample) {
-  CRAM_CHECK(settings.micro_batch > 0 && settings.dp_size > 0 && settings.dp_rank >= 0 &&
-                 settings.dp_rank < settings.dp_size && settings.prefetch >= 0 && first_sample >= 0,
-             ExitCode::kUsage, "the loader needs micro_batch > 0 and 0 <= dp_rank < dp_size, got micro_batch ",
-             settings.micro_batch, ", dp_rank ", settings.dp_rank, ", dp_size ", settings.dp_size, ", prefetch ",
-             settings.prefetch, ", first sample ", first_sample);
   state_ = std::make_unique<State>(std::move(shards), settings, first_sample);
   if (settings.prefetch > 0) state_->reader = std::thread([state = state_.get()] { state->run(); });
 }
@@ -132,10 +136,10 @@ Loader::~Loader() {
   if (state_->reader.joinable()) state_->reader.join();
 }
 
-Batch Loader::next() {
+Loader::Loaded Loader::take() {
   State& s = *state_;
   if (s.settings.prefetch == 0) return s.make(s.next_step++);
-  Batch batch;
+  Loaded batch;
   {
     std::unique_lock lock(s.mutex);
     s.changed.wait(lock, [&] { return !s.ready.empty() || s.error; });
@@ -148,11 +152,21 @@ Batch Loader::next() {
   return batch;
 }
 
+std::vector<SampleId> consecutive_samples(std::int64_t epoch, std::int64_t first_row, std::int64_t rows) {
+  std::vector<SampleId> samples;
+  for (std::int64_t i = 0; i < rows; ++i) samples.push_back({epoch, first_row + i});
+  return samples;
+}
+
+at::Tensor read_ids(ShardSet& shards, std::int64_t first_row, std::int64_t rows) {
+  at::Tensor ids = at::empty({rows, shards.seq_length()}, at::kInt);
+  shards.read_rows(first_row, rows, reinterpret_cast<std::uint32_t*>(ids.mutable_data_ptr<std::int32_t>()));
+  return ids;
+}
+
 Batch make_batch(ShardSet& shards, std::int64_t first_row, std::int64_t rows, const MaskSettings& settings,
                  std::int64_t epoch) {
-  BatchBuilder builder(settings, rows, /*pin_memory=*/false);
-  for (std::int64_t i = 0; i < rows; ++i) builder.add(shards, {epoch, first_row + i});
-  return builder.take();
+  return masked_batch(consecutive_samples(epoch, first_row, rows), read_ids(shards, first_row, rows), settings);
 }
 
 }  // namespace cram

@@ -1,6 +1,7 @@
 #include "data/manifest.h"
 
 #include <nlohmann/json.hpp>
+#include <algorithm>
 #include <set>
 
 #include "base/check.h"
@@ -159,12 +160,14 @@ void write_manifest(const std::filesystem::path& folder, const Manifest& manifes
   write_file_atomically(folder / kManifestName, file_text(to_json(manifest)), ExitCode::kData);
 }
 
-std::vector<std::string> find_damage(const std::filesystem::path& folder, const Manifest& manifest, bool digests) {
-  std::vector<std::string> faults;
-  const auto note = [&](std::string fault) {
-    if (!fault.empty()) faults.push_back(std::move(fault));
+std::vector<Damage> find_damage(const std::filesystem::path& folder, const Manifest& manifest, bool digests,
+                                CheckPart part) {
+  std::vector<Damage> damage;
+  const auto note = [&](const std::string& shard, std::string message) {
+    if (!message.empty()) damage.push_back({shard, std::move(message)});
   };
   std::set<std::string> known;
+  int number = 0;
   for (const auto& [name, split] : manifest.splits) {
     ShardHeader expected{manifest.seq_length, manifest.tokenizer.vocab_size, 0, 0, name,
                          manifest.order,      manifest.tokenizer.digest};
@@ -173,28 +176,40 @@ std::vector<std::string> find_damage(const std::filesystem::path& folder, const 
       known.insert(shard.name);
       rows += shard.rows;
       expected.rows = shard.rows;
-      note(damage_of_shard(folder / shard.name, shard, expected, digests));
+      if (number++ % part.parts == part.part) {
+        note(shard.name, damage_of_shard(folder / shard.name, shard, expected, digests));
+      }
       ++expected.shard_index;
     }
-    if (rows != split.rows) {
-      note(concat("the ", name, " shards have ", rows, " rows together, the manifest says ", split.rows));
+    if (rows != split.rows && part.part == 0) {
+      note("", concat("the ", name, " shards have ", rows, " rows together, the manifest says ", split.rows));
     }
   }
+  if (part.part != 0) return damage;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(folder, error)) {
     const std::string name = entry.path().filename().string();
     if (entry.path().extension() == ".h5" && !known.contains(name)) {
-      note(concat(entry.path().string(), " is not in the manifest: a shard of another preparation"));
+      note("", concat(entry.path().string(), " is not in the manifest: a shard of another preparation"));
     }
   }
-  if (error) note(concat("cannot list ", folder.string(), ": ", error.message()));
+  if (error) note("", concat("cannot list ", folder.string(), ": ", error.message()));
   const std::filesystem::path model = folder / kTokenizerFileName;
   if (!std::filesystem::is_regular_file(model, error)) {
-    note(concat(model.string(), " is missing"));
+    note("", concat(model.string(), " is missing"));
   } else if (digest_text(read_file(model, ExitCode::kData)) != manifest.tokenizer.file_digest) {
-    note(concat(model.string(), " is not the tokenizer of the manifest (digest ", manifest.tokenizer.file_digest, ")"));
+    note("", concat(model.string(), " is not the tokenizer of the manifest (digest ", manifest.tokenizer.file_digest,
+                    ")"));
   }
-  return faults;
+  return damage;
+}
+
+std::string damage_text(const std::vector<Damage>& damage) {
+  constexpr std::size_t kShown = 5;
+  std::string text;
+  for (std::size_t i = 0; i < std::min(kShown, damage.size()); ++i) text += "\n  " + damage[i].message;
+  if (damage.size() > kShown) text += concat("\n  and ", damage.size() - kShown, " more");
+  return text;
 }
 
 bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted, bool force) {
@@ -226,8 +241,8 @@ bool is_already_made(const std::filesystem::path& folder, const Manifest& wanted
   CRAM_CHECK(differences.empty() || force, ExitCode::kUsage, folder.string(),
              " was made from something else:", differences, "\nChoose another --output, or replace it with --force");
   if (!differences.empty()) return false;
-  const std::vector<std::string> faults = find_damage(folder, present, /*digests=*/true);
-  if (!faults.empty()) log_warning(folder.string(), " is damaged and will be made again: ", faults.front());
+  const std::vector<Damage> faults = find_damage(folder, present, /*digests=*/true);
+  if (!faults.empty()) log_warning(folder.string(), " is damaged and will be made again: ", faults.front().message);
   return faults.empty() && !force;
 }
 

@@ -50,10 +50,24 @@ struct Manifest {
 /// Atomic; the same content gives the same bytes.
 void write_manifest(const std::filesystem::path& folder, const Manifest& manifest);
 
+/// What is wrong with a prepared folder.
+struct Damage {
+  std::string shard;    ///< its file's name; "" = the folder itself
+  std::string message;  ///< one line for a person
+  bool operator==(const Damage&) const = default;
+};
+/// Which part of the checks somebody makes: every `parts`-th shard from `part` on; the folder itself is part 0's.
+struct CheckPart {
+  int part = 0, parts = 1;
+};
+
 /// Checks that every file the manifest names is there with its size, that no other shard lies beside them, and each
-/// shard's header; with `digests` also the content of every file. Returns one line a fault, empty when all is well.
-[[nodiscard]] std::vector<std::string> find_damage(const std::filesystem::path& folder, const Manifest& manifest,
-                                                   bool digests);
+/// shard's header, opening it once; with `digests` also the content of every file. Empty when all is well.
+[[nodiscard]] std::vector<Damage> find_damage(const std::filesystem::path& folder, const Manifest& manifest,
+                                              bool digests, CheckPart part = {});
+
+/// Lines for a message: the first few, and how many more there are.
+[[nodiscard]] std::string damage_text(const std::vector<Damage>& damage);
 
 /// Does the folder already hold what (kind, inputs_digest, settings) of `wanted` make? Damaged content of that kind
 /// counts as not made. Error(kUsage) when something else is there, unless `force`; a folder of another kind is never

@@ -5,8 +5,9 @@
 #include <cstring>
 #include <filesystem>
 #include <list>
+#include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
+#include <sstream>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -14,7 +15,6 @@
 #include "base/check.h"
 #include "base/digest.h"
 #include "base/log.h"
-#include "data/manifest.h"
 #include "data/shard.h"
 
 namespace cram {
@@ -23,12 +23,36 @@ namespace {
 constexpr std::size_t kCacheBytes = std::size_t{256} << 20U;
 constexpr std::size_t kOpenFilesLimit = 64;
 
-std::string joined(const std::vector<std::string>& faults) {
-  constexpr std::size_t kShown = 5;
+// Damage as one line of text a piece, for other processes.
+std::string to_text(const std::vector<Damage>& damage) {
   std::string text;
-  for (std::size_t i = 0; i < std::min(kShown, faults.size()); ++i) text += "\n  " + faults[i];
-  if (faults.size() > kShown) text += concat("\n  and ", faults.size() - kShown, " more");
+  for (const Damage& d : damage) text += nlohmann::json({d.shard, d.message}).dump() + "\n";
   return text;
+}
+
+std::vector<Damage> damage_from(const std::string& text) {
+  std::vector<Damage> damage;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    const nlohmann::json entry = nlohmann::json::parse(line);
+    damage.push_back({entry.at(0).get<std::string>(), entry.at(1).get<std::string>()});
+  }
+  return damage;
+}
+
+Manifest read_prepared(const std::string& folder, const std::string& split) {
+  Manifest manifest = read_manifest(folder);
+  CRAM_CHECK(manifest.kind == "shards" && manifest.splits.contains(split), ExitCode::kData, folder, " has no ", split,
+             " data: it is a folder of kind '", manifest.kind,
+             "'. Point data.shards at the output of `cram_data pack`");
+  return manifest;
+}
+
+// What the checks found and may not be passed over.
+void refuse(const std::string& folder, const std::vector<Damage>& damage, const ShardSetOptions& options) {
+  CRAM_CHECK(damage.empty() || options.skip_bad_shards, ExitCode::kData, "the prepared data in ", folder,
+             " is not whole:", damage_text(damage),
+             "\nPrepare it again with `cram_data pack --force`, or copy it again");
 }
 
 }  // namespace
@@ -114,44 +138,42 @@ ShardSet::ShardSet(ShardSet&&) noexcept = default;
 ShardSet& ShardSet::operator=(ShardSet&&) noexcept = default;
 ShardSet::~ShardSet() = default;
 
-ShardSet ShardSet::open(const std::string& folder, const std::string& split, const ShardSetOptions& options) {
+ShardSet ShardSet::of(const std::string& folder, const std::string& split, Manifest manifest,
+                      const std::vector<Damage>& damage, bool verified) {
   auto state = std::make_unique<State>();
   state->folder = folder;
   state->split = split;
-  state->manifest = read_manifest(folder);
-  const Manifest& manifest = state->manifest;
-  CRAM_CHECK(manifest.kind == "shards" && manifest.splits.contains(split), ExitCode::kData, folder, " has no ", split,
-             " data: it is a folder of kind '", manifest.kind,
-             "'. Point data.shards at the output of `cram_data pack`");
-  const bool verify_all = options.verify_all || options.skip_bad_shards;
-  const std::vector<std::string> faults = find_damage(folder, manifest, verify_all && !options.skip_bad_shards);
-  CRAM_CHECK(faults.empty() || options.skip_bad_shards, ExitCode::kData, "the prepared data in ", folder,
-             " is not whole:", joined(faults), "\nPrepare it again with `cram_data pack --force`, or copy it again");
-
-  std::int64_t index = 0;
-  for (const ShardFile& file : manifest.splits.at(split).shards) {
-    State::Shard shard{file, state->rows, false, std::nullopt};
-    if (options.skip_bad_shards) {
-      try {
-        state->verify(shard);
-        const ShardHeader expected{manifest.seq_length, manifest.tokenizer.vocab_size, file.rows, index, split,
-                                   manifest.order,      manifest.tokenizer.digest};
-        CRAM_CHECK(ShardReader::open(std::filesystem::path(folder) / file.name).header() == expected, ExitCode::kData,
-                   "its header is not that of the manifest");
-      } catch (const Error& error) {
-        log_warning("leaving out ", file.name, " (", file.rows * manifest.seq_length, " tokens): ", error.what());
-        ++index;
-        continue;
-      }
+  state->manifest = std::move(manifest);
+  for (const ShardFile& file : state->manifest.splits.at(split).shards) {
+    const auto bad =
+        std::find_if(damage.begin(), damage.end(), [&](const Damage& found) { return found.shard == file.name; });
+    if (bad != damage.end()) {
+      log_warning("leaving out ", file.name, " (", file.rows * state->manifest.seq_length, " tokens): ", bad->message);
+      continue;
     }
-    ++index;
-    shard.verified = verify_all;
+    state->shards.push_back({file, state->rows, verified, std::nullopt});
     state->rows += file.rows;
-    state->shards.push_back(std::move(shard));
   }
   CRAM_CHECK(state->rows > 0, ExitCode::kData, "the ", split, " split of ", folder,
              " has no rows: prepare a larger corpus, or change `cram_data pack --validation`");
   return ShardSet(std::move(state));
+}
+
+ShardSet ShardSet::open(const std::string& folder, const std::string& split, const ShardSetOptions& options) {
+  Manifest manifest = read_prepared(folder, split);
+  const std::vector<Damage> damage = find_damage(folder, manifest, options.reads_all());
+  refuse(folder, damage, options);
+  return of(folder, split, std::move(manifest), damage, options.reads_all());
+}
+
+PreparedShards open_prepared(const std::string& folder, const ShardSetOptions& options, const SharedCheck& check) {
+  const Manifest manifest = read_prepared(folder, "train");
+  (void)read_prepared(folder, "validation");
+  const std::vector<Damage> own = find_damage(folder, manifest, options.reads_all(), {check.part, check.parts});
+  const std::vector<Damage> damage = damage_from(check.exchange(to_text(own)));
+  refuse(folder, damage, options);
+  return {ShardSet::of(folder, "train", manifest, damage, options.reads_all()),
+          ShardSet::of(folder, "validation", manifest, damage, options.reads_all())};
 }
 
 std::int64_t ShardSet::rows() const { return state_->rows; }

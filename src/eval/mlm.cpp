@@ -6,6 +6,7 @@
 
 #include "data/loader.h"
 #include "train/forward_pass.h"
+#include "train/shared_rows.h"
 
 namespace cram {
 
@@ -20,14 +21,15 @@ EvalRecord evaluate_mlm(Model& model, const ParameterStore& store, ShardSet& val
   ForwardPass pass(model, store, mesh.pipeline());
   const std::int64_t stride = settings.micro_batch * mesh.layout().data;
   for (std::int64_t first = settings.micro_batch * mesh.place().dp_rank; first < rows; first += stride) {
-    const Batch batch = make_batch(validation, first, std::min(settings.micro_batch, rows - first), masks);
+    const Batch batch = read_shared_batch(validation, first, std::min(settings.micro_batch, rows - first), masks, mesh);
     const Objective::Evaluation result = pass.evaluate(batch);
+    if (!mesh.is_last_stage()) continue;
     totals.add_(at::tensor({result.loss_sum.item<double>(), static_cast<double>(result.correct.item<std::int64_t>()),
                             static_cast<double>(batch[field::kLabels].numel())},
                            at::kDouble));
   }
-  // Sums are on the last stage and equal on its tensor ranks: one of them adds.
-  if (mesh.place().tp_rank != 0 || !mesh.is_last_stage()) totals.zero_();
+  // Sums of the last stage are equal on its tensor ranks: one of them adds.
+  if (mesh.place().tp_rank != 0) totals.zero_();
   mesh.world().all_reduce_(totals);
   const double masked = totals[2].item<double>();
   EvalRecord record;

@@ -22,9 +22,11 @@ void add_model_options(OptionTable& table, ModelConfig& config) {
   table.add("model.dropout", &config.dropout, "dropout in pretraining; the recipe uses none").range(0, 0.99);
   table.add("model.preset", &config.preset, "architecture").choices({"crammed-bert"});
   table.add("model.positions", &config.positions, "how the model knows where a token stands")
-      .choices(position_forms().names());
+      .choices(position_forms().names())
+      .added_later();
   table.add("model.structure", &config.structure, "structure of the linear layers")
-      .choices(linear_structures().names());
+      .choices(linear_structures().names())
+      .added_later();
   table
       .add("model.recompute", &config.recompute,
            "activations made again for the backward pass: none, attention probabilities (selective), all of a layer")

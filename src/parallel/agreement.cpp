@@ -35,6 +35,34 @@ std::vector<std::string> gather_text(Communicator& group, const std::string& tex
   return texts;
 }
 
+std::vector<std::string> gather_text_to_root(Communicator& group, const std::string& text) {
+  if (group.size() == 1) return {text};
+  const auto length_of = [](const std::string& of) { return static_cast<std::int64_t>(of.size()); };
+  const at::Tensor lengths = at::empty({group.size()}, at::kLong);
+  group.all_gather(lengths, at::full({1}, length_of(text), at::kLong));
+  std::vector<Message> sends, receives;
+  if (group.rank() > 0) {
+    if (text.empty()) return {};
+    const at::Tensor mine = at::empty({length_of(text)}, at::kByte);
+    std::copy(text.begin(), text.end(), static_cast<char*>(mine.data_ptr()));
+    sends.push_back({0, mine});
+  } else {
+    for (int r = 1; r < group.size(); ++r) {
+      const auto length = lengths[r].item<std::int64_t>();
+      if (length > 0) receives.push_back({r, at::empty({length}, at::kByte)});
+    }
+  }
+  group.exchange_(sends, receives);
+  if (group.rank() > 0) return {};
+  std::vector<std::string> texts(static_cast<std::size_t>(group.size()));
+  texts[0] = text;
+  for (const Message& message : receives) {
+    const auto* first = static_cast<const char*>(message.tensor.const_data_ptr());
+    texts[static_cast<std::size_t>(message.peer)] = std::string(first, first + message.tensor.numel());
+  }
+  return texts;
+}
+
 void on_root(Communicator& group, const std::function<void()>& action) {
   std::optional<Error> failure;
   if (group.rank() == 0) {

@@ -15,6 +15,9 @@ namespace cram {
 /// Every rank's text, in rank order, on every rank.
 [[nodiscard]] std::vector<std::string> gather_text(Communicator& group, const std::string& text);
 
+/// Every rank's text, in rank order, on rank 0; empty elsewhere. What a rank moves does not grow with the group.
+[[nodiscard]] std::vector<std::string> gather_text_to_root(Communicator& group, const std::string& text);
+
 /// Runs `action` on rank 0 while the others wait. When it throws cram::Error there, every rank throws an Error with the
 /// same exit code, so that none goes on alone.
 void on_root(Communicator& group, const std::function<void()>& action);

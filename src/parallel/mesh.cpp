@@ -54,6 +54,9 @@ Mesh::Mesh(Communicator& world, const Layout& layout, Communicator& device_world
   const bool holds_embedding = is_first_stage() || is_last_stage();
   const int first = group_ranks(layout, Axis::kPipeline, world.rank()).front();
   tied_ = device_world.split(holds_embedding ? first : layout.world_size() + world.rank(), place_.pp_rank, "tied");
+  if (&device_world != &world) {
+    tensor_host_ = world.split(group_ranks(layout, Axis::kTensor, world.rank()).front(), place_.tp_rank, "tensor-host");
+  }
 }
 
 }  // namespace cram

@@ -45,7 +45,7 @@ class Mesh {
  public:
   /// Collective over `world`, which must outlive the mesh and have layout.world_size() ranks. It is the control plane
   /// and moves CPU tensors; the groups move tensors of the device and are split off `device_world` (of the same ranks),
-  /// which is `world` itself on a CPU. Groups are made in the same order on every rank: tensor, data, pipeline, tied.
+  /// which is `world` itself on a CPU. Groups are made in the same order on every rank: tensor, data, pipeline, tied, tensor (host).
   Mesh(Communicator& world, const Layout& layout, Communicator& device_world);
   Mesh(Communicator& world, const Layout& layout) : Mesh(world, layout, world) {}
   Mesh(const Mesh&) = delete;
@@ -57,6 +57,8 @@ class Mesh {
   [[nodiscard]] Communicator& tensor() const { return *tensor_; }
   [[nodiscard]] Communicator& data() const { return *data_; }
   [[nodiscard]] Communicator& pipeline() const { return *pipeline_; }
+  /// The tensor group on the control plane: for what tensor ranks tell each other on the host.
+  [[nodiscard]] Communicator& tensor_host() const { return tensor_host_ ? *tensor_host_ : *tensor_; }
   /// The first and the last stage of this rank's pipeline, which both hold the tied embedding: size 2 there, a group of
   /// one elsewhere and where there is only one stage.
   [[nodiscard]] Communicator& tied() const { return *tied_; }
@@ -69,6 +71,7 @@ class Mesh {
   MeshCoordinates place_;
   Communicator& world_;
   std::unique_ptr<Communicator> tensor_, data_, pipeline_, tied_;
+  std::unique_ptr<Communicator> tensor_host_;  ///< null where tensor_ moves CPU tensors itself
 };
 
 }  // namespace cram

@@ -8,6 +8,7 @@
 #include <torch/version.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <sstream>
 
@@ -82,9 +83,7 @@ std::string gpu_name(int index) {
 
 int gpu_of(int local_rank) {
 #ifdef CRAM_CUDA
-  const int index = local_rank % static_cast<int>(c10::cuda::device_count());
-  c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
-  return index;
+  return local_rank % static_cast<int>(c10::cuda::device_count());
 #else
   (void)local_rank;
   return 0;
@@ -99,41 +98,56 @@ std::string host_name() {
 
 }  // namespace
 
-DeviceChoice choose_device(Config& config, int processors, int local_rank, int local_ranks, bool plans) {
+std::string DeviceChoice::text() const {
+  return concat("device ", device_name, " (", threads, threads == 1 ? " thread" : " threads", "), precision ",
+                precision_name(precision), ": ", precision_reason);
+}
+
+MachinePlace machine_place(const Launch& launch) {
+  const bool alone_under_launcher = launch.launcher != "none" && launch.local_size == 1;
+  return {std::max(1, available_processors(alone_under_launcher) / launch.local_size), launch.local_rank,
+          launch.local_size};
+}
+
+DeviceChoice propose_device(const Config& config, const MachinePlace& place, bool plans) {
   DeviceChoice choice;
-  choice.local_ranks = local_ranks;
+  choice.local_ranks = place.local_ranks;
   const bool gpu = at::hasCUDA();  // false without a visible device, too
   CRAM_CHECK(config.run.device != "cuda" || gpu || plans, ExitCode::kUsage,
              "run.device=cuda, but no GPU is visible to this process; check the driver and CUDA_VISIBLE_DEVICES, or "
              "use run.device=cpu");
   const bool on_gpu = config.run.device == "cuda" || (config.run.device == "auto" && gpu);
   const bool absent = on_gpu && !gpu;
-  const int gpu_index = absent ? 0 : on_gpu ? gpu_of(local_rank) : -1;
+  const int gpu_index = absent ? 0 : on_gpu ? gpu_of(place.local_rank) : -1;
   choice.device = at::Device(on_gpu ? at::kCUDA : at::kCPU, static_cast<c10::DeviceIndex>(gpu_index));
   choice.host = host_name();
   choice.device_name = absent ? "cuda, not visible here" : on_gpu ? gpu_name(gpu_index) : "cpu";
   choice.model_name = on_gpu ? choice.device_name.substr(choice.device_name.find(' ') + 1) : cpu_name();
-  choice.threads = config.run.threads > 0 ? static_cast<int>(config.run.threads) : processors;
-  at::set_num_threads(choice.threads);
-
-  std::string why = "as asked";
+  choice.threads = config.run.threads > 0 ? static_cast<int>(config.run.threads) : place.processors;
+  choice.deterministic = config.run.deterministic;
   if (config.train.precision == "auto") {
     const std::string unit = absent   ? "a GPU with bf16 units assumed, none"
                              : on_gpu ? gpu_bf16_unit(gpu_index)
                                       : cpu_bf16_unit();
-    config.train.precision = unit.empty() ? "fp32" : "bf16";
-    why = unit.empty() ? "no bf16 matrix unit found" : unit + " found";
+    choice.precision = unit.empty() ? Precision::kFp32 : Precision::kBf16;
+    choice.precision_reason = unit.empty() ? "no bf16 matrix unit found" : unit + " found";
+  } else {
+    choice.precision = parse_precision(config.train.precision);
+    choice.precision_reason = "as asked";
   }
-  choice.precision = parse_precision(config.train.precision);
-  if (config.run.deterministic) {
+  return choice;
+}
+
+void use_device(const DeviceChoice& choice) {
+  at::set_num_threads(choice.threads);
+#ifdef CRAM_CUDA
+  if (choice.device.is_cuda() && at::hasCUDA()) c10::cuda::set_device(choice.device.index());
+#endif
+  if (choice.deterministic) {
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
     // Would fill every new tensor with NaN; ours are written before they are read.
     at::globalContext().setDeterministicFillUninitializedMemory(false);
   }
-  choice.reason =
-      concat("device ", choice.device_name, " (", choice.threads, choice.threads == 1 ? " thread" : " threads",
-             "), precision ", config.train.precision, ": ", why);
-  return choice;
 }
 
 double free_memory_bytes(const DeviceChoice& choice) {
@@ -168,6 +182,7 @@ std::map<std::string, std::string> describe_environment(const DeviceChoice& choi
           {"threads", std::to_string(choice.threads)},
           {"cpu_capability", at::get_cpu_capability()},
           {"device", choice.device.str()},
+          {"precision", precision_name(choice.precision)},
           {"layout", layout.text()},
           {"host", choice.host}};
 }

@@ -16,8 +16,8 @@ class RunFolder {
   RunFolder(const RunFolder&) = delete;
   RunFolder& operator=(const RunFolder&) = delete;
 
-  /// Decides what `path` is, writing nothing: absent or empty (new run), ours (a run to resume), or something else,
-  /// which is Error(20).
+  /// Decides what `path` is, writing nothing: absent, empty or the shell of a run that was killed before it had begun
+  /// (new run), ours (a run to resume), or something else, which is Error(20).
   explicit RunFolder(std::string path);
 
   [[nodiscard]] const std::string& path() const { return path_; }
@@ -31,10 +31,12 @@ class RunFolder {
   /// Error(kUsage) when somebody else trains there.
   void lock();
 
-  /// Writes config.toml and environment.json and opens the log file; the folder must be locked.
-  void open(const OptionTable& options, const std::map<std::string, std::string>& environment);
-  /// Writes the two files again, when a value was resolved after the folder was opened.
-  void describe(const OptionTable& options, const std::map<std::string, std::string>& environment) const;
+  /// Removes what a killed process left half written and opens the log file; the folder must be locked.
+  void open();
+  /// Once a start, when everything is resolved and accepted: environment.json with what this run found (`resolved`:
+  /// options whose value is not as given), then config.toml with the options as given. The second makes it a run.
+  void describe(const OptionTable& given, const std::map<std::string, std::string>& environment,
+                const std::map<std::string, std::string>& resolved) const;
 
  private:
   std::string path_;
@@ -49,12 +51,14 @@ class RunFolder {
 /// crash are told apart by it, whatever the crash left behind.
 [[nodiscard]] std::int64_t next_attempt(const std::string& run_folder);
 
-/// runs/<8 hex digits of the settings that decide the numbers: model, data, train, seed>.
-[[nodiscard]] std::string default_run_path(const OptionTable& options);
+/// runs/<8 hex digits of the settings that decide the numbers: model, data, train, seed>. `resolved`: see settings_of.
+[[nodiscard]] std::string default_run_path(const OptionTable& options,
+                                           const std::map<std::string, std::string>& resolved);
 
 /// One line for each option that differs between a saved run and this command and may not: "train.lr: run 0.001, now
-/// 0.002".
+/// 0.002". An option that the run's program did not have yet counts as its default.
 [[nodiscard]] std::vector<std::string> changed_settings(const std::map<std::string, std::string>& saved,
-                                                        const OptionTable& options);
+                                                        const OptionTable& options,
+                                                        const std::map<std::string, std::string>& resolved);
 
 }  // namespace cram

@@ -70,6 +70,8 @@ Traffic plan_traffic(const Config& config, const Layout& layout, const std::vect
   // Each rank gathers two values a position, in fp32 at least.
   traffic.tensor += t * 2 * (t - 1) * masked * (precision == Precision::kFp64 ? 8 : 4);
   if (shared_rows) traffic.tensor += row_sum / 2;  // all rows, for picking the masked ones
+  // The rank of a tensor group that reads sends the ids, 4 bytes each, on the first and on the last stage.
+  if (layout.tensor > 1) traffic.tensor += (layout.pipeline > 1 ? 2 : 1) * tokens * 4;
   traffic.pipeline = 2 * (blocks - 1) * tokens * h * working * (shared_rows ? 1 : t);
   if (layout.pipeline == 1) traffic.pipeline = 0;
   for (const std::unique_ptr<PlannedRank>& rank : ranks) {

@@ -63,7 +63,7 @@ void StepGraphs::run(const Batch& batch, const std::function<void(const Batch&)>
 
 GraphChoice choose_cuda_graph(const Config& config, const Layout& layout, at::Device device) {
   const std::string& mode = config.run.cuda_graph;
-  if (mode == "off") return {false, "run.cuda_graph=off"};
+  if (mode == "off") return {.reason = "run.cuda_graph=off"};
   std::string obstacle;
   if (!device.is_cuda()) {
     obstacle = concat("the device is ", device.str());
@@ -76,17 +76,17 @@ GraphChoice choose_cuda_graph(const Config& config, const Layout& layout, at::De
   }
   CRAM_CHECK(mode != "on" || obstacle.empty(), ExitCode::kUsage, "run.cuda_graph=on is not possible: ", obstacle,
              "; use run.cuda_graph=auto");
-  if (!obstacle.empty()) return {false, obstacle};
-  return {true, layout.data > 1 ? "all but the last of a batch, which exchanges gradients" : "all of them"};
+  if (!obstacle.empty()) return {.reason = obstacle};
+  return {true, mode == "on",
+          layout.data > 1 ? "all but the last of a batch, which exchanges gradients" : "all of them"};
 }
 
-std::unique_ptr<StepGraphs> make_step_graphs(const Config& config, const Layout& layout, at::Device device) {
-  const GraphChoice choice = choose_cuda_graph(config, layout, device);
+std::unique_ptr<StepGraphs> make_step_graphs(const GraphChoice& choice, at::Device device) {
   if (device.is_cuda()) {
     log_info(choice.use ? "micro-steps as a CUDA graph: " : "micro-steps without a CUDA graph: ", choice.reason);
   }
   if (!choice.use) return nullptr;
-  return std::make_unique<StepGraphs>(make_cuda_graph_recorder(device), config.run.cuda_graph == "on");
+  return std::make_unique<StepGraphs>(make_cuda_graph_recorder(device), choice.required);
 }
 
 }  // namespace cram

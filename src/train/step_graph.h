@@ -62,6 +62,7 @@ class StepGraphs {
 
 struct GraphChoice {
   bool use = false;
+  bool required = false;  ///< asked for: what cannot be recorded is an error
   std::string reason;
 };
 
@@ -72,8 +73,7 @@ struct GraphChoice {
 /// The recorder of a GPU. Throws Error(kUsage) in a build without CUDA.
 [[nodiscard]] std::unique_ptr<GraphRecorder> make_cuda_graph_recorder(at::Device device);
 
-/// choose_cuda_graph, logged on a GPU; nullptr where micro-steps run as they are.
-[[nodiscard]] std::unique_ptr<StepGraphs> make_step_graphs(const Config& config, const Layout& layout,
-                                                           at::Device device);
+/// What was chosen, logged on a GPU; nullptr where micro-steps run as they are.
+[[nodiscard]] std::unique_ptr<StepGraphs> make_step_graphs(const GraphChoice& choice, at::Device device);
 
 }  // namespace cram

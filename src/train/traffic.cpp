@@ -17,13 +17,14 @@ void add(Traffic& sum, const Traffic& more) {
 }  // namespace
 
 void TrafficMeter::begin_step() {
-  for (Communicator* group : {&mesh_.tensor(), &mesh_.pipeline(), &mesh_.data(), &mesh_.tied()}) {
+  for (Communicator* group : {&mesh_.tensor(), &mesh_.tensor_host(), &mesh_.pipeline(), &mesh_.data(), &mesh_.tied()}) {
     group->trace().reset_bytes();
   }
 }
 
 void TrafficMeter::end_step(std::int64_t batch_size) {
-  add(sent_, {mesh_.tensor().trace().total_bytes(), mesh_.pipeline().trace().total_bytes(),
+  const double on_host = &mesh_.tensor_host() == &mesh_.tensor() ? 0 : mesh_.tensor_host().trace().total_bytes();
+  add(sent_, {mesh_.tensor().trace().total_bytes() + on_host, mesh_.pipeline().trace().total_bytes(),
               mesh_.data().trace().total_bytes(), mesh_.tied().trace().total_bytes()});
   if (mesh_.world().rank() != 0 || mesh_.world().size() == 1) return;
   auto plan = plans_.find(batch_size);

@@ -76,8 +76,8 @@ void add_train_options(OptionTable& table, Config& config) {
   table.add("train.batch_quantum", &train.batch_quantum, "rows by which the batch grows in the ramp").range(1, 1e9);
   table.add("train.batch_ramp", &train.batch_ramp, "fraction of the budget in which the batch grows; 0 = off")
       .range(0, 1);
-  table.add("train.objective", &train.objective, "what the model is trained for").choices(objectives().names());
-  table.add("train.optimizer", &train.optimizer, "how weights are updated").choices(optimizers().names());
+  table.add("train.objective", &train.objective, "what the model is trained for").choices(objectives().names()).added_later();
+  table.add("train.optimizer", &train.optimizer, "how weights are updated").choices(optimizers().names()).added_later();
   table.add("train.lr", &train.lr, "peak learning rate").range(0, 1e3).also_called({"learning_rate", "lerning_rate"});
   table.add("train.schedule", &train.schedule, "shape of the learning rate over the budget")
       .choices(schedule_names())
@@ -170,8 +170,9 @@ void add_train_options(OptionTable& table, Config& config) {
       .free_on_resume();
 }
 
-void resolve_train_config(Config& config, const Layout& layout) {
+Config resolve_train_config(const Config& given, const Layout& layout) {
   constexpr ExitCode kBad = ExitCode::kUsage;
+  Config config = given;
   TrainConfig& t = config.train;
   CRAM_CHECK(t.budget.value > 0, kBad, "train.budget=", t.budget.text(), " must be positive");
   if (t.clock == "auto") t.clock = t.budget.is_time() ? "wall" : t.budget.unit;
@@ -213,6 +214,7 @@ void resolve_train_config(Config& config, const Layout& layout) {
        {std::pair{"parallel.timeout", &parallel.timeout}, std::pair{"parallel.init_timeout", &parallel.init_timeout}}) {
     CRAM_CHECK(timeout->seconds() > 0, kBad, key, "=", timeout->text(), " must be positive: no answer is instant");
   }
+  return config;
 }
 
 std::int64_t masked_in_row(const Config& config) {

@@ -98,9 +98,10 @@ struct Config {
 /// Adds every row of `cram_train`.
 void add_train_options(OptionTable& table, Config& config);
 
-/// Relations between values that do not need the data: batch sizes, clock and budget, betas, parallel sizes. Throws
-/// Error(kUsage) with the nearest legal values. With the ramp off the quantum becomes the batch size.
-void resolve_train_config(Config& config, const Layout& layout);
+/// `given` with what follows from its own values: the clock of the budget, and with the ramp off the batch size as the
+/// quantum. Checks relations that do not need the data (batch sizes, clock and budget, betas, parallel sizes): throws
+/// Error(kUsage) with the nearest legal values.
+[[nodiscard]] Config resolve_train_config(const Config& given, const Layout& layout);
 
 /// Masked tokens of every row.
 [[nodiscard]] std::int64_t masked_in_row(const Config& config);

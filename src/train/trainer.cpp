@@ -19,18 +19,18 @@ constexpr std::int64_t kSkipsThatHalt = 5;
 
 Trainer::Trainer(TrainerParts parts)
     : parts_(std::move(parts)),
-      train_(parts_.config.train),
-      step_(parts_.model, parts_.store, parts_.mesh, training_step_settings(parts_.config), parts_.batches,
-            make_step_graphs(parts_.config, parts_.mesh.layout(), parts_.store.device())),
+      train_(parts_.run.config.train),
+      step_(parts_.model, parts_.store, parts_.mesh, training_step_settings(parts_.run.config), parts_.batches,
+            make_step_graphs(parts_.run.graph, parts_.store.device())),
       clock_(train_.budget, train_.clock),
       progress_(parts_.checkpoint_info.progress),
       checkpoints_(parts_.run_folder + "/checkpoints"),
       metrics_(parts_.run_folder, parts_.mesh.world().rank() == 0),
       progress_line_(train_.budget, progress_.elapsed_s),
-      log_every_(parts_.config.log.every),
-      eval_every_(parts_.config.eval.every),
-      save_every_(parts_.config.checkpoint.every),
-      traffic_(parts_.mesh, parts_.config, masked_in_row(parts_.config)),
+      log_every_(parts_.run.config.log.every),
+      eval_every_(parts_.run.config.eval.every),
+      save_every_(parts_.run.config.checkpoint.every),
+      traffic_(parts_.mesh, parts_.run.config, masked_in_row(parts_.run.config)),
       at_start_(progress_) {
   watch_.signal = [this] { return parts_.signals.received(); };
 }
@@ -57,7 +57,7 @@ Summary Trainer::run() {
 }
 
 void Trainer::check_sync() {
-  const std::int64_t every = parts_.config.parallel.check_sync;
+  const std::int64_t every = parts_.run.config.parallel.check_sync;
   if (every > 0 && progress_.step % every == 0) check_replicas(parts_.store, parts_.mesh, progress_.step);
 }
 
@@ -65,13 +65,13 @@ Progress Trainer::progress_after(const StepPlan& plan) const {
   Progress after = progress_;
   after.step += 1;
   after.consumed_samples += plan.batch_size;
-  after.tokens += plan.batch_size * parts_.config.model.seq_length;
+  after.tokens += plan.batch_size * parts_.run.config.model.seq_length;
   return after;
 }
 
 std::optional<Trainer::StepPlan> Trainer::plan_step() {
   const double t = clock_.fraction(progress_);
-  const Quantity& stop_after = parts_.config.run.stop_after;
+  const Quantity& stop_after = parts_.run.config.run.stop_after;
   if (stop_signal_ != 0) {
     stop_reason_ = signal_name(stop_signal_);
   } else if (t >= 1) {
@@ -168,8 +168,8 @@ void Trainer::save() {
   const double start_s = steady_now_s();
   // Data ranks hold equal weights; the first of them writes, or each its part of what is shared out.
   const std::uintmax_t bytes =
-      checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.config.checkpoint.keep, parts_.mesh.world(),
-                        /*writes=*/parts_.mesh.place().dp_rank == 0 || parts_.config.parallel.zero > 0);
+      checkpoints_.save(parts_.store, parts_.checkpoint_info, parts_.run.config.checkpoint.keep, parts_.mesh.world(),
+                        /*writes=*/parts_.mesh.place().dp_rank == 0 || parts_.run.config.parallel.zero > 0);
   last_saved_step_ = progress_.step;
   progress_line_.saved(progress_.elapsed_s);
   metrics_.event("saved", concat("step ", progress_.step, ", ", bytes, " bytes, ", steady_now_s() - start_s, " s"),
@@ -181,9 +181,9 @@ void Trainer::save_or_warn() {
     save();
     failed_saves_ = 0;
   } catch (const Error& error) {
-    if (++failed_saves_ >= parts_.config.checkpoint.max_failures) throw;
+    if (++failed_saves_ >= parts_.run.config.checkpoint.max_failures) throw;
     metrics_.event("save failed", error.what(), progress_);
-    log_warning("checkpoint not saved (", failed_saves_, " of ", parts_.config.checkpoint.max_failures,
+    log_warning("checkpoint not saved (", failed_saves_, " of ", parts_.run.config.checkpoint.max_failures,
                 " failures before the run stops): ", error.what());
   }
 }

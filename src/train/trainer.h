@@ -11,17 +11,17 @@
 #include "train/checkpoint.h"
 #include "train/interval.h"
 #include "train/metrics.h"
+#include "train/run_description.h"
 #include "train/run_folder.h"
 #include "train/signals.h"
 #include "train/traffic.h"
-#include "train/train_config.h"
 #include "train/training_step.h"
 
 namespace cram {
 
 /// Everything a trainer works with; owned by the caller and outliving it.
 struct TrainerParts {
-  const Config& config;  ///< resolved
+  const RunDescription& run;
   const Mesh& mesh;
   Model& model;
   ParameterStore& store;

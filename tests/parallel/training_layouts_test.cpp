@@ -352,7 +352,7 @@ TEST(Replicas, AFlippedBitIsFoundAndNamed) {
     std::mutex mutex;
     const std::vector<std::string> messages = run_ranks(setup.layout.world_size(), [&](Communicator& world) {
       Config config = training_config(setup);
-      resolve_train_config(config, setup.layout);
+      config = resolve_train_config(config, setup.layout);
       const Mesh mesh(world, setup.layout);
       ParameterStore store;
       const cram::Model model(config.model, store, make_placement(config, mesh), config.train.objective);

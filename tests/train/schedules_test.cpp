@@ -75,9 +75,9 @@ TEST(Schedules, InverseSqrtWithoutWarmUpIsRefused) {
   // sqrt(0/t) would train with a learning rate of zero.
   Config config;
   config.train.schedule = "inverse-sqrt";
-  expect_error(ExitCode::kUsage, {"inverse-sqrt", "train.warmup"}, [&] { resolve_train_config(config, Layout{}); });
+  expect_error(ExitCode::kUsage, {"inverse-sqrt", "train.warmup"}, [&] { (void)resolve_train_config(config, Layout{}); });
   config.train.warmup = 0.05;
-  EXPECT_NO_THROW(resolve_train_config(config, Layout{}));
+  EXPECT_NO_THROW((void)resolve_train_config(config, Layout{}));
 }
 
 TEST(BatchRamp, AgreesWithTheGoldenFile) {
@@ -111,12 +111,12 @@ TEST(BatchRamp, GrowsByQuantaToTheWholeBatch) {
 
 TEST(TrainConfig, DefaultsAreTheRecipeAndResolve) {
   Config config;
-  resolve_train_config(config, Layout{});
+  config = resolve_train_config(config, Layout{});
   EXPECT_EQ(config.train.clock, "wall");
   EXPECT_EQ(config.train.batch_quantum, 128);
   Config off;
   off.train.batch_ramp = 0;
-  resolve_train_config(off, Layout{});
+  off = resolve_train_config(off, Layout{});
   EXPECT_EQ(off.train.batch_quantum, off.train.batch_size);
 }
 
@@ -124,15 +124,15 @@ TEST(TrainConfig, BatchSizesThatDoNotFitNameTheNearest) {
   Config config;
   config.train.batch_size = 8200;
   expect_error(ExitCode::kUsage, {"train.batch_size=8200", "8192 or 8320"},
-               [&] { resolve_train_config(config, Layout{}); });
+               [&] { (void)resolve_train_config(config, Layout{}); });
   Config micro;
   micro.train.micro_batch_size = 100;
-  expect_error(ExitCode::kUsage, {"train.micro_batch_size=100", "128"}, [&] { resolve_train_config(micro, Layout{}); });
+  expect_error(ExitCode::kUsage, {"train.micro_batch_size=100", "128"}, [&] { (void)resolve_train_config(micro, Layout{}); });
   Config ranks;
-  expect_error(ExitCode::kUsage, {"3 data ranks"}, [&] { resolve_train_config(ranks, Layout{.data = 3}); });
+  expect_error(ExitCode::kUsage, {"3 data ranks"}, [&] { (void)resolve_train_config(ranks, Layout{.data = 3}); });
   Config budget;
   budget.train.budget.value = 0;
-  expect_error(ExitCode::kUsage, {"train.budget=0h", "positive"}, [&] { resolve_train_config(budget, Layout{}); });
+  expect_error(ExitCode::kUsage, {"train.budget=0h", "positive"}, [&] { (void)resolve_train_config(budget, Layout{}); });
 }
 
 }  // namespace

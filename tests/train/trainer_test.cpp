@@ -52,12 +52,12 @@ TEST(Trainer, EveryRankUsesTheClockOfRankZero) {
     config.train.budget = {1, "h"};
     config.train.batch_size = config.train.batch_quantum = 8;
     config.train.micro_batch_size = 4;
-    resolve_train_config(config, mesh.layout());
+    const RunDescription described{resolve_train_config(config, mesh.layout()), mesh.layout(), {}, {}};
     Model model(config.model, Precision::kFp32);
     const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
     Loader batches(shards, loader_settings(config, mesh), 0);
     Trainer trainer(
-        {config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [] {
+        {described, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [] {
            return EvalRecord{};
          }});
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -96,13 +96,13 @@ struct TwoRanks {
       config.train.micro_batch_size = 4;
       config.eval.every = {2, "steps"};
       change(config);
-      resolve_train_config(config, mesh.layout());
+      const RunDescription described{resolve_train_config(config, mesh.layout()), mesh.layout(), {}, {}};
       Model model(config.model, Precision::kFp32);
       prepare(model.store, world.rank());
       const auto shards = std::make_shared<ShardSet>(ShardSet::open(folder.path("s"), "train"));
       Loader batches(shards, loader_settings(config, mesh), 0);
       Trainer trainer(
-          {config, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [&] {
+          {described, mesh, model.model, model.store, batches, shards->rows(), signals, folder.path("r"), {}, [&] {
              evaluate(model.store, world.rank());
              return EvalRecord{};
            }});

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/options.h"
 #include "parallel/communicator.h"
 #include "parallel/launch.h"
 #include "train/train_config.h"
@@ -30,8 +29,7 @@ class BenchResult {
 struct BenchContext {
   static constexpr double kMeasure_s = 12, kLongest_s = 86'400;
 
-  Config& config;
-  OptionTable& options;
+  const Config& config;  ///< as given
   const Launch& launch;
   Communicator& world;
   std::vector<std::string> paths;  ///< bare arguments that are no settings, as many as Bench::paths

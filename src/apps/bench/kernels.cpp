@@ -15,9 +15,9 @@
 namespace cram {
 BenchResult bench_kernels(BenchContext& context) {
   const at::NoGradGuard no_grad;
-  Config& config = context.config;
-  prepare_synthetic(config, Layout{});
-  const DeviceChoice choice = choose_device(config, available_processors(false), context.launch.local_rank);
+  const RunDescription run = resolve_synthetic(context, Layout{});
+  const Config& config = run.config;
+  const DeviceChoice& choice = run.device;
   const ModelConfig& m = config.model;
   const at::TensorOptions options = at::TensorOptions().dtype(working_type(choice.precision)).device(choice.device);
   const bool rounds = choice.precision == Precision::kBf16;  // works on rounded copies of its parameters
@@ -83,7 +83,7 @@ BenchResult bench_kernels(BenchContext& context) {
   };
   const at::Tensor from = at::randn({tokens, m.hidden}, options), to = at::empty_like(from);
   const double copy_bandwidth = 2 * n / median_time_s([&] { to.copy_(from); }, 8, choice.device);
-  say(choice.reason, "; copying ", static_cast<std::int64_t>(n / 1e6),
+  say(choice.text(), "; copying ", static_cast<std::int64_t>(n / 1e6),
       " MB: ", static_cast<std::int64_t>(copy_bandwidth / 1e9), " GB/s");
   say("  kernel               fused ms  composed ms  ratio   GB/s  of a copy's");
   BenchResult result;

@@ -9,7 +9,6 @@
 #include "apps/bench/bench.h"
 #include "apps/bench/synthetic.h"
 #include "base/log.h"
-#include "train/device.h"
 #include "train/metrics.h"
 #include "train/training_step.h"
 
@@ -17,12 +16,10 @@ namespace cram {
 
 BenchResult bench_optimizer(BenchContext& context) {
   const at::NoGradGuard no_grad;
-  Config& config = context.config;
   const Mesh mesh(context.world, layout_for(context.world.size(), 1, 1));
-  prepare_synthetic(config, mesh.layout());
-  const DeviceChoice choice = choose_device(
-      config, std::max(1, available_processors(context.launch.local_size == 1) / context.launch.local_size),
-      context.launch.local_rank);
+  const RunDescription run = resolve_synthetic(context, mesh.layout());
+  const Config& config = run.config;
+  const DeviceChoice& choice = run.device;
   ParameterStore store;
   const Model model(config.model, store, make_placement(config, mesh), config.train.objective);
   store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
@@ -50,7 +47,7 @@ BenchResult bench_optimizer(BenchContext& context) {
       },
       kCalls, choice.device);
   const double stream_s = median_time_s([&] { to.copy_(from); }, kCalls, choice.device);
-  say(choice.reason, "; ", format_count(static_cast<double>(parameter_count(config.model))), " parameters, ",
+  say(choice.text(), "; ", format_count(static_cast<double>(parameter_count(config.model))), " parameters, ",
       format_count(bytes), "B a step");
   char line[160];
   std::snprintf(

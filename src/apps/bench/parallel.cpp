@@ -11,7 +11,6 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
-#include "train/device.h"
 #include "train/training_step.h"
 
 namespace cram {
@@ -28,14 +27,13 @@ double longest(Communicator& world, double seconds) {
 BenchResult bench_parallel(BenchContext& context) {
   const at::NoGradGuard no_grad;
   Communicator& world = context.world;
-  Config& config = context.config;
-  const Layout layout =
-      layout_for(world.size(), static_cast<int>(config.parallel.tensor), static_cast<int>(config.parallel.pipeline));
+  const Layout layout = layout_for(world.size(), static_cast<int>(context.config.parallel.tensor),
+                                   static_cast<int>(context.config.parallel.pipeline));
   CRAM_CHECK(layout.data >= 2, ExitCode::kUsage, "cram_bench parallel measures data ranks, layout ", layout.text(),
              " has ", layout.data, ": start it with mpirun -n 2 or more");
-  prepare_synthetic(config, layout);
-  const DeviceChoice choice = choose_device(
-      config, std::max(1, available_processors(false) / context.launch.local_size), context.launch.local_rank);
+  const RunDescription run = resolve_synthetic(context, layout);
+  const Config& config = run.config;
+  const DeviceChoice& choice = run.device;
   const Mesh mesh(world, layout);
   ParameterStore store;
   Model model(config.model, store, make_placement(config, mesh), config.train.objective);

@@ -104,11 +104,11 @@ void say_row(const char* format, auto... values) {
 
 BenchResult bench_gemm(BenchContext& context) {
   const at::NoGradGuard no_grad;
-  Config& config = context.config;
-  prepare_synthetic(config, Layout{});
-  const DeviceChoice choice = choose_device(config, available_processors(false), context.launch.local_rank);
+  const RunDescription run = resolve_synthetic(context, Layout{});
+  const Config& config = run.config;
+  const DeviceChoice& choice = run.device;
   const at::TensorOptions options = at::TensorOptions().dtype(working_type(choice.precision)).device(choice.device);
-  say(choice.reason);
+  say(choice.text());
   say("GFLOP/s of forward, input gradient, weight gradient: rows x in x out | ATen | own");
   BenchResult result;
   double flops = 0, aten_s = 0, own_s = 0;
@@ -132,15 +132,13 @@ BenchResult bench_gemm(BenchContext& context) {
 
 BenchResult bench_step(BenchContext& context) {
   const at::NoGradGuard no_grad;
-  Config& config = context.config;
-  config.train.batch_ramp = 0;
-  const Mesh mesh(context.world, layout_for(context.world.size(), static_cast<int>(config.parallel.tensor),
-                                            static_cast<int>(config.parallel.pipeline)));
-  prepare_synthetic(config, mesh.layout());
-  const DeviceChoice choice = choose_device(
-      config, std::max(1, available_processors(context.launch.local_size == 1) / context.launch.local_size),
-      context.launch.local_rank);
-  say(choice.reason);
+  const ParallelConfig& parallel = context.config.parallel;
+  const Mesh mesh(context.world, layout_for(context.world.size(), static_cast<int>(parallel.tensor),
+                                            static_cast<int>(parallel.pipeline)));
+  const RunDescription run = resolve_synthetic(context, mesh.layout());
+  const Config& config = run.config;
+  const DeviceChoice& choice = run.device;
+  say(choice.text());
   ParameterStore store;
   Model model(config.model, store, make_placement(config, mesh), config.train.objective);
   store.allocate(choice.precision, choice.device, state_layout(config.train.optimizer), make_partition(config, mesh));
@@ -151,7 +149,7 @@ BenchResult bench_step(BenchContext& context) {
   SyntheticBatches batches(config, mesh.place().dp_rank, /*pin_memory=*/gpu);
   const TrainingStepSettings settings = training_step_settings(config);
   std::optional<TrainingStep> training_step;
-  training_step.emplace(model, store, mesh, settings, batches, make_step_graphs(config, mesh.layout(), choice.device));
+  training_step.emplace(model, store, mesh, settings, batches, make_step_graphs(run.graph, choice.device));
   double loss = 0;
   std::int64_t number = 0;
   const auto step = [&](TrainingStep& whole) {

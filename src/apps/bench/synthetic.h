@@ -1,14 +1,15 @@
-// Configurations of measurements on made-up rows.
+// Runs of measurements on made-up rows.
 #pragma once
 
+#include "apps/bench/bench.h"
 #include "parallel/mesh.h"
+#include "train/run_description.h"
 #include "train/synthetic_batches.h"
-#include "train/train_config.h"
 
 namespace cram {
 
-/// Fills in what the shards would decide (V 32768, S 128; no shard is read), makes a batch of four micro-batches unless
-/// a size was chosen, and checks the configuration.
-void prepare_synthetic(Config& config, const Layout& layout);
+/// What is measured: the configuration as given, with what the shards would decide filled in (V 32768, S 128; no shard
+/// is read) and a batch of four micro-batches unless a size was chosen. Sets this process's threads. Collective.
+[[nodiscard]] RunDescription resolve_synthetic(const BenchContext& context, const Layout& layout);
 
 }  // namespace cram
