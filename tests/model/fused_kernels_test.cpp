@@ -250,7 +250,7 @@ TEST(Fused, AttentionWithPadding) {
     const at::Tensor is_token = at::arange(size.seq, at::kLong).unsqueeze(0).lt(settings.lengths.unsqueeze(1));
     const at::Tensor tokens = at::nonzero(is_token.view({-1})).view({-1});
     const at::Tensor padding = at::nonzero(is_token.view({-1}).logical_not()).view({-1});
-    qkv.index_fill_(0, padding, 30);
+    qkv.index_fill_(0, padding, 3);
     for (const bool picked : {false, true}) {
       // Some tokens of every row but the last.
       const at::Tensor picks =
@@ -282,7 +282,8 @@ TEST(Fused, AttentionWithPadding) {
       const std::vector<at::Tensor> other = call(qkv.index_fill(0, padding, -7));
       EXPECT_TRUE(at::equal(other[0], found) && at::equal(other[1], d_qkv)) << what;
       expect_same_bits_for_threads([&] { return call(qkv); }, what);
-      // The negative control: full rows are something else.
+      // The negative control: full rows are something else (but for a single key, which may weigh nothing).
+      if (size.seq == 2) continue;
       kernels::AttentionSettings full = settings;
       full.lengths = at::Tensor();
       const at::Tensor ignored = kernels::attention(qkv, full, nullptr, picks);
