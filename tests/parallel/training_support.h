@@ -101,19 +101,27 @@ struct Rows {
   }
 };
 
-/// A data rank's micro-batches of Rows, from sample 0 on.
+/// Makes the rows [first_sample, first_sample + rows) of a run.
+using MakeRows = std::function<Batch(const ModelConfig&, std::int64_t first_sample, std::int64_t rows)>;
+
+/// A data rank's micro-batches, from sample 0 on.
 class RowsSource final : public BatchSource {
  public:
-  RowsSource(const ModelConfig& model, std::int64_t micro_batch, int dp_rank, int dp_size)
-      : model_(model), micro_batch_(micro_batch), stride_(micro_batch * dp_size), next_(micro_batch * dp_rank) {}
+  RowsSource(const ModelConfig& model, std::int64_t micro_batch, int dp_rank, int dp_size, MakeRows make = Rows::batch)
+      : model_(model),
+        make_(std::move(make)),
+        micro_batch_(micro_batch),
+        stride_(micro_batch * dp_size),
+        next_(micro_batch * dp_rank) {}
   Batch next() override {
-    Batch batch = Rows::batch(model_, next_, micro_batch_);
+    Batch batch = make_(model_, next_, micro_batch_);
     next_ += stride_;
     return batch;
   }
 
  private:
   ModelConfig model_;
+  MakeRows make_;
   std::int64_t micro_batch_, stride_, next_;
 };
 
@@ -147,6 +155,7 @@ struct TrainingSetup {
   std::int64_t micro_batch = 2;
   Precision precision = Precision::kFp64;
   std::int64_t bucket_elements = 4096;
+  MakeRows rows = Rows::batch;
   Sabotaged::Plan sabotage;
   /// For other negative controls: may change gradients (after their reduction) or weights of a rank.
   std::function<void(ParameterStore&, const Mesh&, std::int64_t step)> meddle;
@@ -247,7 +256,7 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
   cram::Model model(config.model, store, make_placement(config, mesh), config.train.objective);
   store.allocate(setup.precision, setup.device, state_layout(config.train.optimizer), partition_of(setup, mesh));
   store.initialize(11);
-  RowsSource source(config.model, setup.micro_batch, mesh.place().dp_rank, setup.layout.data);
+  RowsSource source(config.model, setup.micro_batch, mesh.place().dp_rank, setup.layout.data, setup.rows);
   TrainingStep training_step(model, store, mesh, training_step_settings(config), source);
   {
     const std::lock_guard lock(mutex);
