@@ -40,11 +40,12 @@ void check_model_config(const ModelConfig& config) {
   }
   CRAM_CHECK(config.hidden % config.heads == 0, kBad, "model.heads=", config.heads,
              " does not divide model.hidden=", config.hidden, "; choose a divisor");
-  CRAM_CHECK(config.hidden % 2 == 0, kBad, "model.hidden=", config.hidden, " must be even (sine and cosine positions)");
   CRAM_CHECK(config.ffn % 2 == 0, kBad, "model.ffn=", config.ffn, " must be even: half of its rows are the gate");
   CRAM_CHECK(config.vocab_size > 5, kBad, "model.vocab_size=", config.vocab_size,
              " must exceed the 5 special tokens; leave it out to take the shards' value");
   CRAM_CHECK(config.seq_length > 0, kBad, "model.seq_length=", config.seq_length, " must be positive");
+  const PositionRow& positions = position_forms().at(config.positions);
+  if (positions.check != nullptr) positions.check(config);
 }
 
 double train_flops_per_token(const ModelConfig& c, std::int64_t masked_per_row) {

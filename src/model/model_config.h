@@ -30,7 +30,8 @@ inline constexpr double kInitStddev = 0.02;
 
 void add_model_options(OptionTable& table, ModelConfig& config);
 
-/// Throws Error(kUsage) unless every size is positive, heads divides hidden, and hidden and ffn are even.
+/// Throws Error(kUsage) unless every size is positive, heads divides hidden, ffn is even, and the position form can do
+/// this model.
 /// vocab_size and seq_length must be resolved.
 void check_model_config(const ModelConfig& config);
 
