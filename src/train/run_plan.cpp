@@ -63,13 +63,12 @@ double kept_per_token(const Config& config, const Layout& layout) {
   return 2 * outside + 2 * h + 4 * h / t + 1.5 * f / t + (m.recompute == "selective" ? 0 : probabilities);
 }
 
-double stage_flops(const std::vector<BlockRange>& blocks, const ModelConfig& m, double tokens, double masked) {
-  ModelConfig one = m;
-  one.layers = 1;
-  const double head = 3 * 2 * static_cast<double>(m.hidden) * static_cast<double>(m.vocab_size) * masked;
+double stage_flops(const std::vector<BlockRange>& blocks, const Config& config, double tokens, double terms) {
+  const double head = term_flops(config.model, config.train.objective) * terms;
   double flops = 0;
   for (const BlockRange& block : blocks) {
-    flops += static_cast<double>(block.layers()) * train_flops_per_token(one, 0) * tokens + (block.head ? head : 0);
+    flops += static_cast<double>(block.layers()) * layer_flops_per_token(config.model) * tokens;
+    if (block.head) flops += head;
   }
   return flops;
 }
@@ -154,7 +153,7 @@ RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t bat
     planned.activation_bytes = planned.most_in_flight * layers / static_cast<double>(planned.blocks.size()) *
                                kept_per_token(config, layout) * working *
                                static_cast<double>(config.train.micro_batch_size * m.seq_length);
-    planned.flops_per_step = stage_flops(planned.blocks, m, tokens, masked_tokens) / (layout.data * layout.tensor);
+    planned.flops_per_step = stage_flops(planned.blocks, config, tokens, masked_tokens) / (layout.data * layout.tensor);
     plan.stages.push_back(std::move(planned));
   }
   plan.traffic = plan_traffic(config, layout, ranks, tokens, masked_tokens);

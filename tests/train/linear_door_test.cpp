@@ -77,13 +77,15 @@ std::unique_ptr<Linear> make_alone(const LinearSpec& spec, ParameterStore& store
   return make<style>(spec, store, tensor);
 }
 
+double flops(const LinearSpec& spec) { return 2 * kRank * static_cast<double>(spec.in + spec.out); }
+
 class LinearDoor : public testing::Test {
  protected:
   static void SetUpTestSuite() {
     at::set_num_threads(1);
     expect_legal_through_the_table("model.structure", "low-rank", [] {
       linear_structures().add(
-          {"low-rank", make<LinearStyle::kReplicated>, make<LinearStyle::kColumn>, make<LinearStyle::kRow>});
+          {"low-rank", make<LinearStyle::kReplicated>, make<LinearStyle::kColumn>, make<LinearStyle::kRow>, flops});
     });
     expect_legal_through_the_table("model.structure", "low-rank-alone", [] {
       linear_structures().add(
@@ -133,13 +135,24 @@ TEST_F(LinearDoor, TrainsInEveryLayoutAsOnOneRank) {
   }
 }
 
-// Fewer parameters than a dense model of its shape, by what the ranks say.
-TEST_F(LinearDoor, ParametersAreCountedAsTheyAre) {
+// Fewer parameters and operations than a dense model of its shape has, in counts and in plans.
+TEST_F(LinearDoor, ParametersAndOperationsAreCountedAsTheyAre) {
   ModelConfig config = model_of(2, 16, 2, 24, 37, 8);
   const std::int64_t dense = parameter_count(config);
   config.structure = "low-rank";
   const auto saved = [](std::int64_t in, std::int64_t out) { return in * out - kRank * (in + out); };
-  EXPECT_EQ(dense - parameter_count(config), 2 * (saved(16, 48) + saved(16, 16) + saved(16, 24) + saved(12, 16)));
+  const std::int64_t fewer = 2 * (saved(16, 48) + saved(16, 16) + saved(16, 24) + saved(12, 16));
+  EXPECT_EQ(dense - parameter_count(config), fewer);
+  // Each of these weights is multiplied twice a token, forward, and three times as often with the backward pass.
+  ModelConfig plain = config;
+  plain.structure = "dense";
+  const double fewer_flops = 6 * static_cast<double>(fewer);
+  EXPECT_EQ(train_flops_per_token(plain, 2) - train_flops_per_token(config, 2), fewer_flops);
+  const TrainingSetup low_rank = door_setup(kOptions), full = door_setup({});
+  const auto planned = [](const TrainingSetup& setup) {
+    return plan_run(training_config(setup), setup.layout, setup.batch_size, 2).stages[0].flops_per_step;
+  };
+  EXPECT_EQ(planned(full) - planned(low_rank), fewer_flops * static_cast<double>(full.batch_size * 8));
 }
 
 TEST_F(LinearDoor, AStructureThatCannotBeCutSaysSo) {

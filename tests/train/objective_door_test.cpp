@@ -94,7 +94,9 @@ class ObjectiveDoor : public testing::Test {
   static void SetUpTestSuite() {
     at::set_num_threads(1);
     expect_legal_through_the_table("train.objective", "row-class", [] {
-      objectives().add({"row-class", make<RowClass>});
+      objectives().add({"row-class", make<RowClass>, [](const ModelConfig& config) {
+                          return 2.0 * static_cast<double>(config.hidden * kClassCount);
+                        }});
     });
     expect_legal_through_the_table("train.objective", "token-value", [] {
       objectives().add({"token-value", make<TokenValue>});
@@ -162,6 +164,18 @@ TEST_F(ObjectiveDoor, LossIsTheMeanOverItsTerms) {
     const double terms = static_cast<double>(name == "row-class" ? all.rows : all.tokens());
     EXPECT_NEAR(result.losses[0] / (sum / terms), 1, 1e-12) << name;
   }
+}
+
+// A plan counts the head's own operations: one term a row of three classes, or none that are worth it.
+TEST_F(ObjectiveDoor, OperationsAreThoseOfTheHead) {
+  const auto planned = [](const std::string& name, std::int64_t terms) {
+    const TrainingSetup setup = door_setup({"train.objective=" + name}, {1, 2, 1});
+    const RunPlanned plan = plan_run(training_config(setup), setup.layout, setup.batch_size, terms);
+    return plan.stages[1].flops_per_step - plan.stages[0].flops_per_step;  // a layer each, and the head
+  };
+  EXPECT_EQ(planned("row-class", 1), 3 * 2 * 16 * kClassCount * 12);
+  EXPECT_EQ(planned("token-value", 8), 0);
+  EXPECT_EQ(planned("mlm", 2), 3 * 2 * 16 * 37 * 2 * 12);
 }
 
 // What a checkpoint says is enough to build the model again, head and all.
