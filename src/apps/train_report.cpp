@@ -42,7 +42,7 @@ void print_start(const RunDescription& run, const Launch& launch, const TrainDat
   say(line);
   const ModelConfig& m = config.model;
   say("model: ", format_grouped(parameter_count(m, config.train.objective)), " parameters, ",
-      format_count(train_flops_per_token(m, masked_in_row(config))), "FLOP a trained token");
+      format_count(train_flops_per_token(m, masked_in_row(config), config.train.objective)), "FLOP a trained token");
   const std::int64_t rows = data.train->rows();
   say("data: ", config.data.shards, ": ", format_grouped(rows), " rows x ", m.seq_length, " tokens (",
       format_count(static_cast<double>(rows * m.seq_length)), "), ", format_grouped(data.validation->rows()),

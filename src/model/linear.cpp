@@ -74,6 +74,11 @@ Table<LinearStructure>& linear_structures() {
   return table;
 }
 
+double linear_flops(const std::string& structure, const LinearSpec& spec) {
+  const LinearStructure& row = linear_structures().at(structure);
+  return row.flops != nullptr ? row.flops(spec) : 2 * static_cast<double>(spec.in) * static_cast<double>(spec.out);
+}
+
 std::unique_ptr<Linear> make_linear(const std::string& structure, LinearStyle style, const LinearSpec& spec,
                                     ParameterStore& store, const TensorRegion& tensor) {
   const LinearStructure& row = linear_structures().at(structure);

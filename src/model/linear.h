@@ -55,10 +55,15 @@ struct LinearStructure {
   using Make = std::unique_ptr<Linear> (*)(const LinearSpec&, ParameterStore&, const TensorRegion&);
   std::string name;
   Make replicated = nullptr, column = nullptr, row = nullptr;
+  /// FLOPs of a whole layer's products, forward, for one row of x; null: those of a dense one, 2*in*out.
+  double (*flops)(const LinearSpec&) = nullptr;
 };
 
 /// The legal values of model.structure.
 [[nodiscard]] Table<LinearStructure>& linear_structures();
+
+/// By the structure's row.
+[[nodiscard]] double linear_flops(const std::string& structure, const LinearSpec& spec);
 
 enum class LinearStyle { kReplicated, kColumn, kRow };
 

@@ -74,4 +74,8 @@ std::unique_ptr<Objective> make_masked_lm(const ObjectiveContext& context) {
   return std::make_unique<MaskedLm>(context);
 }
 
+double masked_lm_flops(const ModelConfig& config) {
+  return 2 * static_cast<double>(config.hidden) * static_cast<double>(config.vocab_size);
+}
+
 }  // namespace cram

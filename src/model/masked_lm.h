@@ -8,5 +8,7 @@ namespace cram {
 
 /// Registers no parameters: the decoder is the embedding's own.
 [[nodiscard]] std::unique_ptr<Objective> make_masked_lm(const ObjectiveContext& context);
+/// The decoder's product for one masked token: 2*H*V.
+[[nodiscard]] double masked_lm_flops(const ModelConfig& config);
 
 }  // namespace cram

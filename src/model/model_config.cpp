@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "model/linear.h"
+#include "model/objective.h"
 #include "model/positions.h"
 
 namespace cram {
@@ -42,20 +43,31 @@ void check_model_config(const ModelConfig& config) {
   }
   CRAM_CHECK(config.hidden % config.heads == 0, kBad, "model.heads=", config.heads,
              " does not divide model.hidden=", config.hidden, "; choose a divisor");
-  CRAM_CHECK(config.hidden % 2 == 0, kBad, "model.hidden=", config.hidden, " must be even (sine and cosine positions)");
   CRAM_CHECK(config.ffn % 2 == 0, kBad, "model.ffn=", config.ffn, " must be even: half of its rows are the gate");
   CRAM_CHECK(config.vocab_size > 5, kBad, "model.vocab_size=", config.vocab_size,
              " must exceed the 5 special tokens; leave it out to take the shards' value");
   CRAM_CHECK(config.seq_length > 0, kBad, "model.seq_length=", config.seq_length, " must be positive");
+  const PositionRow& positions = position_forms().at(config.positions);
+  if (positions.check != nullptr) positions.check(config);
 }
 
-double train_flops_per_token(const ModelConfig& c, std::int64_t masked_per_row) {
-  const auto hidden = static_cast<double>(c.hidden);
-  const auto ffn = static_cast<double>(c.ffn);
-  const auto seq = static_cast<double>(c.seq_length);
-  const double layer = 2 * (4 * hidden * hidden + 1.5 * hidden * ffn) + 4 * seq * hidden;
-  const double decoder = 2 * hidden * static_cast<double>(c.vocab_size) * static_cast<double>(masked_per_row) / seq;
-  return 3 * (static_cast<double>(c.layers) * layer + decoder);
+double layer_flops_per_token(const ModelConfig& c) {
+  // query_key_value, dense, dense_in, dense_out
+  const std::pair<std::int64_t, std::int64_t> linears[] = {
+      {c.hidden, 3 * c.hidden}, {c.hidden, c.hidden}, {c.hidden, c.ffn}, {c.ffn / 2, c.hidden}};
+  double flops = 4 * static_cast<double>(c.seq_length) * static_cast<double>(c.hidden);
+  for (const auto& [in, out] : linears) flops += linear_flops(c.structure, {"", in, out});
+  return 3 * flops;
+}
+
+double term_flops(const ModelConfig& c, const std::string& objective) {
+  const ObjectiveRow& row = objectives().at(objective);
+  return row.flops != nullptr ? 3 * row.flops(c) : 0;
+}
+
+double train_flops_per_token(const ModelConfig& c, std::int64_t terms_per_row, const std::string& objective) {
+  const double terms = static_cast<double>(terms_per_row) / static_cast<double>(c.seq_length);
+  return static_cast<double>(c.layers) * layer_flops_per_token(c) + terms * term_flops(c, objective);
 }
 
 }  // namespace cram

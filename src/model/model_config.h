@@ -30,13 +30,19 @@ inline constexpr double kInitStddev = 0.02;
 
 void add_model_options(OptionTable& table, ModelConfig& config);
 
-/// Throws Error(kUsage) unless every size is positive, heads divides hidden, and hidden and ffn are even.
+/// Throws Error(kUsage) unless every size is positive, heads divides hidden, ffn is even, and the position form can do
+/// this model.
 /// vocab_size and seq_length must be resolved.
 void check_model_config(const ModelConfig& config);
 
-/// Matrix-multiply FLOPs of one training token, forward and backward (3 x forward): linears 2*in*out, attention 4*S*H a
-/// layer, decoder 2*H*V on `masked_per_row` of S positions. 622,854,144 for the defaults at V = 32768, S = 128, 32
-/// masked.
-[[nodiscard]] double train_flops_per_token(const ModelConfig& config, std::int64_t masked_per_row);
+/// Matrix-multiply FLOPs of one layer for one training token, forward and backward (3 x forward): linears by their
+/// structure (2*in*out where dense), attention 4*S*H.
+[[nodiscard]] double layer_flops_per_token(const ModelConfig& config);
+/// The same of the objective's head for one term of its loss (a masked token's decoder: 2*H*V).
+[[nodiscard]] double term_flops(const ModelConfig& config, const std::string& objective);
+/// Of one training token with `terms_per_row` terms of the loss in S tokens. 622,854,144 for the defaults at V = 32768,
+/// S = 128, 32 masked.
+[[nodiscard]] double train_flops_per_token(const ModelConfig& config, std::int64_t terms_per_row,
+                                           const std::string& objective = "mlm");
 
 }  // namespace cram

@@ -5,7 +5,7 @@
 namespace cram {
 
 Table<ObjectiveRow>& objectives() {
-  static Table<ObjectiveRow> table("objective", {{"mlm", make_masked_lm}});
+  static Table<ObjectiveRow> table("objective", {{"mlm", make_masked_lm, masked_lm_flops}});
   return table;
 }
 

@@ -69,6 +69,8 @@ class Objective {
 struct ObjectiveRow {
   std::string name;
   std::unique_ptr<Objective> (*make)(const ObjectiveContext&);
+  /// FLOPs of the head's matrix products, forward, for one term of the loss; null: not worth counting.
+  double (*flops)(const ModelConfig&) = nullptr;
 };
 
 /// The legal values of train.objective.

@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "base/check.h"
+
 namespace cram {
 
 at::Tensor sinusoidal_table(std::int64_t seq_length, std::int64_t hidden) {
@@ -71,6 +73,11 @@ class ScaledSinusoids final : public PositionForm {
   at::Tensor table_;  // [S,H] in the master format
 };
 
+void check_sinusoids(const ModelConfig& config) {
+  CRAM_CHECK(config.hidden % 2 == 0, ExitCode::kUsage, "model.hidden=", config.hidden,
+             " must be even (sine and cosine positions)");
+}
+
 template <class Form>
 std::unique_ptr<PositionForm> make(const ModelConfig& config, ParameterStore& store, const TensorRegion& tensor) {
   return std::make_unique<Form>(config, store, tensor);
@@ -79,7 +86,7 @@ std::unique_ptr<PositionForm> make(const ModelConfig& config, ParameterStore& st
 }  // namespace
 
 Table<PositionRow>& position_forms() {
-  static Table<PositionRow> table("position form", {{"sinusoidal", make<ScaledSinusoids>}});
+  static Table<PositionRow> table("position form", {{"sinusoidal", make<ScaledSinusoids>, check_sinusoids}});
   return table;
 }
 

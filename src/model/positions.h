@@ -35,6 +35,8 @@ class PositionForm {
 struct PositionRow {
   std::string name;
   std::unique_ptr<PositionForm> (*make)(const ModelConfig&, ParameterStore&, const TensorRegion&);
+  /// Throws Error(kUsage) where the form cannot do that model; null: it can do all.
+  void (*check)(const ModelConfig&) = nullptr;
 };
 
 /// The legal values of model.positions.

@@ -2,6 +2,7 @@
 
 #include <torch/types.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 
@@ -21,14 +22,35 @@ struct PlannedRank {
   ParameterStore store;
   std::unique_ptr<Model> model;
 
-  PlannedRank(const Config& config, const Layout& layout, int pp_rank)
+  PlannedRank(const Config& config, const Layout& layout, int pp_rank, int dp_rank)
       : tensor(make_planned_communicator(0, layout.tensor, "tensor")) {
     model = std::make_unique<Model>(config.model, store, place_in(config, *tensor, pp_rank, layout.pipeline),
                                     config.train.objective);
     store.allocate(parse_precision(config.train.precision), at::Device(at::kMeta), state_layout(config.train.optimizer),
-                   {0, config.parallel.zero > 0 ? layout.data : 1});
+                   config.parallel.zero > 0 ? Partition{dp_rank, layout.data} : Partition{});
+  }
+
+  [[nodiscard]] double state_bytes() const {
+    double bytes = 0;
+    for (const FlatBuffers& b : store.buffers()) {
+      bytes += static_cast<double>(b.state_bytes());
+      if (!b.master.is_same(b.working)) bytes += static_cast<double>(b.master.nbytes());
+    }
+    return bytes;
   }
 };
+
+// Parts of whole matrices are of unequal size: the largest of all data ranks' counts.
+double largest_state_bytes(const Config& config, const Layout& layout, int pp_rank, const PlannedRank& first) {
+  double largest = first.state_bytes();
+  const std::vector<FlatBuffers>& buffers = first.store.buffers();
+  const bool unequal = std::any_of(buffers.begin(), buffers.end(),
+                                   [](const FlatBuffers& b) { return b.shared_out && b.traits.whole_matrices; });
+  for (int d = 1; unequal && d < layout.data; ++d) {
+    largest = std::max(largest, PlannedRank(config, layout, pp_rank, d).state_bytes());
+  }
+  return largest;
+}
 
 // Elements a token keeps in one layer: see the layers' Saved structures.
 double kept_per_token(const Config& config, const Layout& layout) {
@@ -41,13 +63,12 @@ double kept_per_token(const Config& config, const Layout& layout) {
   return 2 * outside + 2 * h + 4 * h / t + 1.5 * f / t + (m.recompute == "selective" ? 0 : probabilities);
 }
 
-double stage_flops(const std::vector<BlockRange>& blocks, const ModelConfig& m, double tokens, double masked) {
-  ModelConfig one = m;
-  one.layers = 1;
-  const double head = 3 * 2 * static_cast<double>(m.hidden) * static_cast<double>(m.vocab_size) * masked;
+double stage_flops(const std::vector<BlockRange>& blocks, const Config& config, double tokens, double terms) {
+  const double head = term_flops(config.model, config.train.objective) * terms;
   double flops = 0;
   for (const BlockRange& block : blocks) {
-    flops += static_cast<double>(block.layers()) * train_flops_per_token(one, 0) * tokens + (block.head ? head : 0);
+    flops += static_cast<double>(block.layers()) * layer_flops_per_token(config.model) * tokens;
+    if (block.head) flops += head;
   }
   return flops;
 }
@@ -113,7 +134,7 @@ RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t bat
   plan.bubble = simulated.bubble(3.0 * shape.micro_batches * shape.virtual_stages);
   std::vector<std::unique_ptr<PlannedRank>> ranks;
   for (int stage = 0; stage < layout.pipeline; ++stage) {
-    ranks.push_back(std::make_unique<PlannedRank>(config, layout, stage));
+    ranks.push_back(std::make_unique<PlannedRank>(config, layout, stage, 0));
     const PlannedRank& rank = *ranks.back();
     StagePlanned planned;
     for (int b = stage; b < rank.model->encoder().blocks(); b += layout.pipeline) {
@@ -124,9 +145,8 @@ RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t bat
       planned.weight_bytes += static_cast<double>(b.working.nbytes());
       planned.gradient_bytes +=
           static_cast<double>(b.grad.nbytes() + (b.owned_grad.is_alias_of(b.grad) ? 0 : b.owned_grad.nbytes()));
-      planned.state_bytes += static_cast<double>(b.state_bytes()) +
-                             static_cast<double>(b.master.is_same(b.working) ? 0 : b.master.nbytes());
     }
+    planned.state_bytes = largest_state_bytes(config, layout, stage, rank);
     // One stage runs micro-batch after micro-batch.
     planned.most_in_flight = layout.pipeline == 1 ? 1 : simulated.most_in_flight[static_cast<std::size_t>(stage)];
     double layers = 0;
@@ -135,7 +155,7 @@ RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t bat
     planned.activation_bytes = planned.most_in_flight * layers / static_cast<double>(planned.blocks.size()) *
                                kept_per_token(config, layout) * working *
                                static_cast<double>(config.train.micro_batch_size * m.seq_length);
-    planned.flops_per_step = stage_flops(planned.blocks, m, tokens, masked_tokens) / (layout.data * layout.tensor);
+    planned.flops_per_step = stage_flops(planned.blocks, config, tokens, masked_tokens) / (layout.data * layout.tensor);
     plan.stages.push_back(std::move(planned));
   }
   plan.traffic = plan_traffic(config, layout, ranks, tokens, masked_tokens);

@@ -16,13 +16,13 @@
 
 namespace cram {
 
-/// A stage's share; tensor rank 0, data rank 0.
+/// A stage's share; tensor rank 0, and the data rank with the most.
 struct StagePlanned {
   std::vector<BlockRange> blocks;
   std::int64_t parameters = 0;  ///< elements a rank holds
   double weight_bytes = 0;      ///< working copies
   double gradient_bytes = 0;
-  double state_bytes = 0;       ///< masters that are no working copy, and moments
+  double state_bytes = 0;       ///< masters that are no working copy, and what the optimizer keeps
   double activation_bytes = 0;  ///< kept for the backward pass at the schedule's peak; an estimate
   double flops_per_step = 0;    ///< matrix products, forward and backward
   int most_in_flight = 0;       ///< micro-batches (of a block) whose backward pass is still to come

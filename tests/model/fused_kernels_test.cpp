@@ -231,6 +231,67 @@ TEST(Fused, AttentionOfPickedRows) {
   }
 }
 
+// Rows of several lengths, of all tokens and of picked ones: as the composition has it, and nothing of the padding.
+TEST(Fused, AttentionWithPadding) {
+  CRAM_NEEDS_FUSED();
+  struct Size {
+    std::int64_t heads, seq, head_dim;
+    std::vector<std::int64_t> lengths;
+  };
+  for (const Size& size : {Size{2, 48, 16, {1, 5, 37, 48}}, Size{3, 128, 64, {128, 1, 127, 2, 64, 65}},
+                           Size{1, 66, 18, {65, 3}}, Size{1, 2, 2, {1, 2}}, Size{2, 200, 32, {17, 130}}}) {
+    const auto batch = static_cast<std::int64_t>(size.lengths.size());
+    const std::int64_t rows = batch * size.seq, width = size.heads * size.head_dim;
+    const std::string what = concat(size.seq, " tokens, heads of ", size.head_dim);
+    const kernels::AttentionSettings settings{
+        .batch = batch, .heads = size.heads, .head_dim = size.head_dim, .lengths = at::tensor(size.lengths, at::kLong)};
+    const at::Tensor qkv = random_bf16({rows, 3 * width}, 1);
+    // What is large in the padding would be seen.
+    const at::Tensor is_token = at::arange(size.seq, at::kLong).unsqueeze(0).lt(settings.lengths.unsqueeze(1));
+    const at::Tensor tokens = at::nonzero(is_token.view({-1})).view({-1});
+    const at::Tensor padding = at::nonzero(is_token.view({-1}).logical_not()).view({-1});
+    qkv.index_fill_(0, padding, 3);
+    for (const bool picked : {false, true}) {
+      // Some tokens of every row but the last.
+      const at::Tensor picks =
+          picked ? at::masked_select(tokens, tokens.remainder(3).eq(0).logical_and(tokens.lt(rows - size.seq)))
+                 : at::Tensor();
+      const at::Tensor d_rows = random_bf16({picked ? picks.numel() : rows, width}, 2);
+      // As in training, padding has no gradient.
+      if (!picked) d_rows.index_fill_(0, padding, 0);
+      const auto rows_asked = [&](const at::Tensor& all) { return at::index_select(all, 0, picked ? picks : tokens); };
+      kernels::AttentionSaved saved, wide;
+      const at::Tensor context = kernels::attention(qkv, settings, &saved, picks);
+      ASSERT_TRUE(saved.qkv.defined()) << "the composed version ran";
+      const at::Tensor found = picked ? context : rows_asked(context);
+      const at::Tensor expected = rows_asked(kernels::composed::attention(qkv.to(at::kDouble), settings, &wide));
+      const at::Tensor d_wide = d_rows.to(at::kDouble);
+      const at::Tensor d_qkv = kernels::attention_backward(d_rows, settings, saved);
+      const at::Tensor expected_d = kernels::composed::attention_backward(
+          picked ? kernels::put_rows(d_wide, picks, rows) : d_wide, settings, wide);
+      EXPECT_TRUE(context.isfinite().all().item<bool>()) << what;
+      EXPECT_LE(norm_error(found, expected), 0.004) << what;
+      EXPECT_LE(norm_error(d_qkv, expected_d), 0.008) << what;
+      EXPECT_EQ(at::index_select(d_qkv, 0, padding).abs().max().item<float>(), 0) << what;
+      // The same bits whatever stands in the padding, and for every number of threads.
+      const auto call = [&](const at::Tensor& input) {
+        kernels::AttentionSaved s;
+        const at::Tensor c = kernels::attention(input, settings, &s, picks);
+        return std::vector{picked ? c : rows_asked(c), kernels::attention_backward(d_rows, settings, s)};
+      };
+      const std::vector<at::Tensor> other = call(qkv.index_fill(0, padding, -7));
+      EXPECT_TRUE(at::equal(other[0], found) && at::equal(other[1], d_qkv)) << what;
+      expect_same_bits_for_threads([&] { return call(qkv); }, what);
+      // The negative control: full rows are something else (but for a single key, which may weigh nothing).
+      if (size.seq == 2) continue;
+      kernels::AttentionSettings full = settings;
+      full.lengths = at::Tensor();
+      const at::Tensor ignored = kernels::attention(qkv, full, nullptr, picks);
+      EXPECT_GE(norm_error(picked ? ignored : rows_asked(ignored), expected), 0.1) << what;
+    }
+  }
+}
+
 TEST(Fused, CrossEntropy) {
   CRAM_NEEDS_FUSED();
   for (const auto& [rows, width] :

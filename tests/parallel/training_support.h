@@ -21,6 +21,7 @@
 #include "parallel/communicator_suite.h"
 #include "support/golden.h"
 #include "support/thread_ranks.h"
+#include "train/checkpoint.h"
 #include "train/replicas.h"
 #include "train/training_step.h"
 
@@ -101,19 +102,27 @@ struct Rows {
   }
 };
 
-/// A data rank's micro-batches of Rows, from sample 0 on.
+/// Makes the rows [first_sample, first_sample + rows) of a run.
+using MakeRows = std::function<Batch(const ModelConfig&, std::int64_t first_sample, std::int64_t rows)>;
+
+/// A data rank's micro-batches, from sample 0 on.
 class RowsSource final : public BatchSource {
  public:
-  RowsSource(const ModelConfig& model, std::int64_t micro_batch, int dp_rank, int dp_size)
-      : model_(model), micro_batch_(micro_batch), stride_(micro_batch * dp_size), next_(micro_batch * dp_rank) {}
+  RowsSource(const ModelConfig& model, std::int64_t micro_batch, int dp_rank, int dp_size, MakeRows make = Rows::batch)
+      : model_(model),
+        make_(std::move(make)),
+        micro_batch_(micro_batch),
+        stride_(micro_batch * dp_size),
+        next_(micro_batch * dp_rank) {}
   Batch next() override {
-    Batch batch = Rows::batch(model_, next_, micro_batch_);
+    Batch batch = make_(model_, next_, micro_batch_);
     next_ += stride_;
     return batch;
   }
 
  private:
   ModelConfig model_;
+  MakeRows make_;
   std::int64_t micro_batch_, stride_, next_;
 };
 
@@ -147,6 +156,11 @@ struct TrainingSetup {
   std::int64_t micro_batch = 2;
   Precision precision = Precision::kFp64;
   std::int64_t bucket_elements = 4096;
+  MakeRows rows = Rows::batch;
+  std::vector<std::string> options;  // "train.objective=mlm": as on a command line, after all of the above
+  std::string checkpoint;            // a step folder to start from; "" = initial values
+  /// Called once on every rank when the last step is done.
+  std::function<void(const ParameterStore&, const Mesh&)> finish;
   Sabotaged::Plan sabotage;
   /// For other negative controls: may change gradients (after their reduction) or weights of a rank.
   std::function<void(ParameterStore&, const Mesh&, std::int64_t step)> meddle;
@@ -163,15 +177,23 @@ struct TrainingSetup {
   }
 };
 
+/// What a rank holds, in elements and bytes; `masters` that are no working copy.
+struct RankSizes {
+  std::int64_t parameters = 0;
+  double weights = 0, gradients = 0, masters = 0, states = 0;
+};
+
 struct TrainingResult {
   std::vector<std::string> messages;                  // by rank, "" = fine
   std::vector<double> losses, norms;                  // by step, rank 0's
   bool norms_agree = true;                            // the same bits on every rank
   std::map<std::string, at::Tensor> first_gradients;  // of the loss sum, reduced, before clipping
-  std::map<std::string, at::Tensor> initial, final, exp_avg, exp_avg_sq;
-  std::map<std::string, double> bytes_per_step;   // "group operation" -> all ranks together
-  std::vector<double> state_bytes;                // masters and moments, by rank
-  std::vector<at::Tensor> tied_first, tied_last;  // of data and tensor rank 0, after every step
+  std::map<std::string, at::Tensor> initial, final;
+  std::map<std::string, std::map<std::string, at::Tensor>> states;  // by the optimizer's name for them
+  std::map<int, RankSizes> sizes;                                   // by rank
+  std::map<std::string, double> bytes_per_step;                     // "group operation" -> all ranks together
+  std::vector<double> state_bytes;                                  // masters and moments, by rank
+  std::vector<at::Tensor> tied_first, tied_last;                    // of data and tensor rank 0, after every step
 
   [[nodiscard]] bool fine() const {
     return std::all_of(messages.begin(), messages.end(), [](const std::string& m) { return m.empty(); });
@@ -187,21 +209,28 @@ inline PieceOf masters() {
 inline PieceOf gradients() {
   return [](const ParameterStore::OwnedRange& range) { return range.grad; };
 }
-inline PieceOf state(std::size_t number) {
-  return [number](const ParameterStore::OwnedRange& range) { return range.states.at(number).tensor; };
+/// Undefined where the parameter has no such state.
+inline PieceOf state(const std::string& name) {
+  return [name](const ParameterStore::OwnedRange& range) {
+    for (const NamedTensor& each : range.states) {
+      if (each.name == name) return each.tensor;
+    }
+    return at::Tensor();
+  };
 }
 
 // Adds this rank's owned parts of all parameters to full tensors.
 inline void collect(const ParameterStore& store, const PieceOf& kind, std::map<std::string, at::Tensor>& into) {
   for (ParamId id = 0; id < store.size(); ++id) {
     const ParamSpec& spec = store.spec(id);
-    if (!spec.traits.counts) continue;
+    const std::vector<ParameterStore::OwnedRange> owned = store.owned(id);
+    if (!spec.traits.counts || owned.empty() || !kind(owned[0]).defined()) continue;
     at::Tensor& full = into[spec.name];
     if (!full.defined()) full = at::full(spec.global_shape, std::nan(""), at::kDouble);
     // What other ranks have written stays: only the owned elements of the slice change.
     const at::Tensor local = take_slice(full, spec).contiguous().clone();
     const at::Tensor flat = local.view({-1});
-    for (const ParameterStore::OwnedRange& range : store.owned(id)) {
+    for (const ParameterStore::OwnedRange& range : owned) {
       flat.slice(0, range.begin, range.end).copy_(kind(range).to(at::kDouble));
     }
     put_slice(full, spec, local);
@@ -209,6 +238,29 @@ inline void collect(const ParameterStore& store, const PieceOf& kind, std::map<s
 }
 
 }  // namespace detail
+
+inline std::map<std::string, std::map<std::string, at::Tensor>> collect_states(
+    const ParameterStore& store, std::map<std::string, std::map<std::string, at::Tensor>> into) {
+  std::set<std::string> names;
+  for (const FlatBuffers& b : store.buffers()) {
+    for (const NamedTensor& each : b.states) names.insert(each.name);
+  }
+  for (const std::string& name : names) detail::collect(store, detail::state(name), into[name]);
+  return into;
+}
+
+inline RankSizes sizes_of(const ParameterStore& store) {
+  RankSizes sizes;
+  for (ParamId id = 0; id < store.size(); ++id) sizes.parameters += store.local_numel(id);
+  for (const FlatBuffers& b : store.buffers()) {
+    sizes.weights += static_cast<double>(b.working.nbytes());
+    sizes.gradients += static_cast<double>(b.grad.nbytes());
+    if (!b.owned_grad.is_alias_of(b.grad)) sizes.gradients += static_cast<double>(b.owned_grad.nbytes());
+    if (!b.master.is_same(b.working)) sizes.masters += static_cast<double>(b.master.nbytes());
+    sizes.states += static_cast<double>(b.state_bytes());
+  }
+  return sizes;
+}
 
 inline Config training_config(const TrainingSetup& setup) {
   Config config;
@@ -227,6 +279,10 @@ inline Config training_config(const TrainingSetup& setup) {
   config.parallel.sequence_parallel = setup.sequence_parallel;
   config.parallel.zero = setup.zero ? 1 : 0;
   config.parallel.overlap = setup.overlap;
+  config.train.precision = precision_name(setup.precision);
+  OptionTable table;
+  add_train_options(table, config);
+  for (const std::string& option : setup.options) table.apply_override(option);
   return config;
 }
 
@@ -246,8 +302,12 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
   ParameterStore store;
   cram::Model model(config.model, store, make_placement(config, mesh), config.train.objective);
   store.allocate(setup.precision, setup.device, state_layout(config.train.optimizer), partition_of(setup, mesh));
-  store.initialize(11);
-  RowsSource source(config.model, setup.micro_batch, mesh.place().dp_rank, setup.layout.data);
+  if (setup.checkpoint.empty()) {
+    store.initialize(11);
+  } else {
+    load_checkpoint(setup.checkpoint, store, parameter_names(config.model, config.train.objective));
+  }
+  RowsSource source(config.model, setup.micro_batch, mesh.place().dp_rank, setup.layout.data, setup.rows);
   TrainingStep training_step(model, store, mesh, training_step_settings(config), source);
   {
     const std::lock_guard lock(mutex);
@@ -256,6 +316,7 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
     for (const FlatBuffers& b : store.buffers()) {
       bytes += static_cast<double>(b.master.nbytes()) + static_cast<double>(b.state_bytes());
     }
+    result.sizes[world.rank()] = sizes_of(store);
     result.state_bytes[static_cast<std::size_t>(world.rank())] = bytes;
   }
   const std::int64_t micro_batches = setup.batch_size / (setup.micro_batch * setup.layout.data);
@@ -301,10 +362,10 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
     }
   }
   if (setup.sabotage.group.empty()) check_replicas(store, mesh, setup.steps);
+  if (setup.finish) setup.finish(store, mesh);
   const std::lock_guard lock(mutex);
   detail::collect(store, detail::masters(), result.final);
-  detail::collect(store, detail::state(0), result.exp_avg);
-  detail::collect(store, detail::state(1), result.exp_avg_sq);
+  result.states = collect_states(store, std::move(result.states));
 }
 
 /// All ranks of the layout as threads.
