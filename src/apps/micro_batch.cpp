@@ -71,8 +71,8 @@ std::optional<std::int64_t> remembered_micro_batch(const RunDescription& run) {
 
 std::int64_t choose_micro_batch(const RunDescription& run, const Mesh& mesh, const StopSignals& signals) {
   const Layout& layout = run.layout;
-  const auto known = static_cast<std::int64_t>(broadcast_value(
-      mesh.world(), static_cast<double>(remembered_micro_batch(run).value_or(kAutoMicroBatch))));
+  const auto known = static_cast<std::int64_t>(
+      broadcast_value(mesh.world(), static_cast<double>(remembered_micro_batch(run).value_or(kAutoMicroBatch))));
   if (known != kAutoMicroBatch) {
     say("train.micro_batch_size=auto: ", known, ", measured before for this device and model");
     return known;
@@ -88,7 +88,8 @@ std::int64_t choose_micro_batch(const RunDescription& run, const Mesh& mesh, con
   const auto tokens_per_s = [&](std::int64_t rows) -> std::optional<double> {
     const RunDescription trial = with_micro_batch(run, rows);
     // Enough memory on every rank, by estimate: a rank that ran out alone would leave the others waiting.
-    const RunPlanned plan = plan_run(trial.config, layout, rows * layout.data * micro_batches, masked_in_row(trial.config));
+    const RunPlanned plan =
+        plan_run(trial.config, layout, rows * layout.data * micro_batches, masked_in_row(trial.config));
     return_free_memory();  // what a smaller size used says nothing about this one
     const double needed = plan.stages[static_cast<std::size_t>(mesh.place().pp_rank)].activation_bytes;
     const bool fits = needed < free_memory_bytes(run.device);

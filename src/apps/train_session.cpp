@@ -179,8 +179,7 @@ int dry_run(const RunDescription& resolved, const Launch& launch, const TrainDat
   std::int64_t rows = resolved.config.train.micro_batch_size;
   if (!resolved.has_micro_batch()) {
     const std::optional<std::int64_t> measured = remembered_micro_batch(resolved);
-    rows = measured ? *measured
-                    : nearest_micro_batch(resolved.config, resolved.layout, TrainConfig().micro_batch_size);
+    rows = measured ? *measured : nearest_micro_batch(resolved.config, resolved.layout, TrainConfig().micro_batch_size);
     say("train.micro_batch_size=auto",
         measured ? ", measured before: " : " is measured when the run starts; planned with ", rows);
   }

@@ -24,7 +24,8 @@ struct TrainRequest {
 /// `given` is what `options` points to; every rank of `world` calls it with the same arguments. Returns the exit code;
 /// throws Error, on one rank or on all, so the caller ends the job when this throws. `watchdog` is this rank's, or
 /// null.
-[[nodiscard]] int run_training(const Config& given, const OptionTable& options, const TrainRequest& request, const Launch& launch,
-                               Communicator& world, const StopSignals& signals, Watchdog* watchdog);
+[[nodiscard]] int run_training(const Config& given, const OptionTable& options, const TrainRequest& request,
+                               const Launch& launch, Communicator& world, const StopSignals& signals,
+                               Watchdog* watchdog);
 
 }  // namespace cram

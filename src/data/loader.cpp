@@ -116,7 +116,7 @@ struct Loader::State {
 
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Loaded> ready;   // guarded by mutex
+  std::deque<Loaded> ready;  // guarded by mutex
   std::exception_ptr error;  // written once, by the reader thread under the mutex
   bool stopping = false;     // guarded by mutex
   std::thread reader;

@@ -23,8 +23,8 @@ struct LoaderSettings {
   bool pin_memory = false;  ///< page-locked tensors, for asynchronous copies to a GPU
 };
 
-/// What the rows of a data rank's micro-batches are and how they are masked, without reading one: a pure function of the
-/// split's size, seed, mask_rate, shuffle, first_sample, micro_batch and dp. Who is handed the rows needs no file.
+/// What the rows of a data rank's micro-batches are and how they are masked, without reading one: a pure function of
+/// the split's size, seed, mask_rate, shuffle, first_sample, micro_batch and dp. Who is handed the rows needs no file.
 class RowStream {
  public:
   /// `shards` gives sizes alone.

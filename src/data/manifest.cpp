@@ -1,7 +1,7 @@
 #include "data/manifest.h"
 
-#include <nlohmann/json.hpp>
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
 
 #include "base/check.h"
@@ -198,8 +198,8 @@ std::vector<Damage> find_damage(const std::filesystem::path& folder, const Manif
   if (!std::filesystem::is_regular_file(model, error)) {
     note("", concat(model.string(), " is missing"));
   } else if (digest_text(read_file(model, ExitCode::kData)) != manifest.tokenizer.file_digest) {
-    note("", concat(model.string(), " is not the tokenizer of the manifest (digest ", manifest.tokenizer.file_digest,
-                    ")"));
+    note("",
+         concat(model.string(), " is not the tokenizer of the manifest (digest ", manifest.tokenizer.file_digest, ")"));
   }
   return damage;
 }

@@ -45,7 +45,8 @@ class Mesh {
  public:
   /// Collective over `world`, which must outlive the mesh and have layout.world_size() ranks. It is the control plane
   /// and moves CPU tensors; the groups move tensors of the device and are split off `device_world` (of the same ranks),
-  /// which is `world` itself on a CPU. Groups are made in the same order on every rank: tensor, data, pipeline, tied, tensor (host).
+  /// which is `world` itself on a CPU. Groups are made in the same order on every rank: tensor, data, pipeline, tied,
+  /// tensor (host).
   Mesh(Communicator& world, const Layout& layout, Communicator& device_world);
   Mesh(Communicator& world, const Layout& layout) : Mesh(world, layout, world) {}
   Mesh(const Mesh&) = delete;

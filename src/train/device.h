@@ -17,10 +17,10 @@ struct DeviceChoice {
   at::Device device = at::Device(at::kCPU);
   Precision precision = Precision::kFp32;
   int threads = 1;
-  int local_ranks = 1;      ///< ranks that share this machine
-  std::string host;         ///< name of this machine
-  std::string device_name;  ///< "cpu", "cuda:1 NVIDIA H100"
-  std::string model_name;   ///< "AMD EPYC (AVX512-BF16)", "NVIDIA H100": the same for every one of its kind
+  int local_ranks = 1;           ///< ranks that share this machine
+  std::string host;              ///< name of this machine
+  std::string device_name;       ///< "cpu", "cuda:1 NVIDIA H100"
+  std::string model_name;        ///< "AMD EPYC (AVX512-BF16)", "NVIDIA H100": the same for every one of its kind
   std::string precision_reason;  ///< "AVX512-BF16 found"
   bool deterministic = false;    ///< only kernels that give the same bits every time
 

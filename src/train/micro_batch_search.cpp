@@ -130,8 +130,8 @@ std::string micro_batch_key(const Config& config, const Layout& layout, const st
                 m.seq_length, ", recompute ", m.recompute, ", dropout ", m.dropout, ", masked ", config.train.mask_rate,
                 ", quantum ", config.train.batch_quantum, ", layout ", layout.text(), ", virtual stages ",
                 config.parallel.virtual_stages, ", sequence parallel ", config.parallel.sequence_parallel, ", zero ",
-                config.parallel.zero, ", ", config.train.objective, ", ", config.train.optimizer, ", ", m.structure, ", ",
-                m.positions);
+                config.parallel.zero, ", ", config.train.objective, ", ", config.train.optimizer, ", ", m.structure,
+                ", ", m.positions);
 }
 
 }  // namespace cram

@@ -58,8 +58,8 @@ std::unique_ptr<BatchSource> open_rows(std::shared_ptr<ShardSet> shards, const L
 Batch read_shared_batch(ShardSet& shards, std::int64_t first_row, std::int64_t rows, const MaskSettings& masks,
                         const Mesh& mesh) {
   if (!sees_rows(mesh)) return {rows, shards.seq_length()};
-  const at::Tensor ids = mesh.place().tp_rank == 0 ? read_ids(shards, first_row, rows)
-                                                   : at::empty({rows, shards.seq_length()}, at::kInt);
+  const at::Tensor ids =
+      mesh.place().tp_rank == 0 ? read_ids(shards, first_row, rows) : at::empty({rows, shards.seq_length()}, at::kInt);
   if (mesh.layout().tensor > 1) mesh.tensor_host().broadcast_(ids, 0);
   return masked_batch(consecutive_samples(0, first_row, rows), ids, masks);
 }

@@ -11,7 +11,8 @@ namespace cram {
 
 /// Bytes that all ranks together send, counted as CommunicationTrace counts them.
 struct Traffic {
-  double tensor = 0;    ///< two sums forward and two backward a layer, embedding, head, loss, gradients of shared rows, ids
+  double tensor =
+      0;  ///< two sums forward and two backward a layer, embedding, head, loss, gradients of shared rows, ids
   double pipeline = 0;  ///< activations and their gradients between stages
   double data = 0;      ///< gradients, and weights under ZeRO
   double tied = 0;      ///< gradient of the embedding that two stages hold

@@ -76,7 +76,9 @@ void add_train_options(OptionTable& table, Config& config) {
   table.add("train.batch_quantum", &train.batch_quantum, "rows by which the batch grows in the ramp").range(1, 1e9);
   table.add("train.batch_ramp", &train.batch_ramp, "fraction of the budget in which the batch grows; 0 = off")
       .range(0, 1);
-  table.add("train.objective", &train.objective, "what the model is trained for").choices(objectives().names()).added_later();
+  table.add("train.objective", &train.objective, "what the model is trained for")
+      .choices(objectives().names())
+      .added_later();
   table.add("train.optimizer", &train.optimizer, "how weights are updated").choices(optimizers().names()).added_later();
   table.add("train.lr", &train.lr, "peak learning rate").range(0, 1e3).also_called({"learning_rate", "lerning_rate"});
   table.add("train.schedule", &train.schedule, "shape of the learning rate over the budget")

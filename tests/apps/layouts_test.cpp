@@ -265,6 +265,26 @@ TEST(Layouts, ASignalToOneRankSavesOnAll) {
   EXPECT_FALSE(checkpoints(out / "r").empty());
 }
 
+// A step far longer than anybody waits for: ranks ask each other on the way through it.
+TEST(Layouts, ASignalEndsALongStepSoon) {
+  const std::string where = tiny_corpus();
+  for (const char* layout : {"parallel.zero=1", "parallel.pipeline=2"}) {
+    const TemporaryFolder out;
+    const std::vector<std::string> argv = small_batches(
+        out / "r", {layout, "train.batch_size=262144", "train.batch_ramp=0", "train.budget=3steps", "eval.rows=8"});
+    RunningProgram program(on_ranks(2, argv), where, kMpiEnvironment);
+    ASSERT_TRUE(program.wait_for_output("layout ")) << program.output_so_far();
+    std::this_thread::sleep_for(std::chrono::seconds(4));  // into the first step, which takes minutes
+    const auto from = std::chrono::steady_clock::now();
+    program.send(SIGUSR1);
+    const ProgramResult result = program.wait(60);
+    const double waited_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
+    EXPECT_EQ(result.exit_code, 75) << layout << ": " << result.out;
+    EXPECT_LT(waited_s, 30) << layout;
+    EXPECT_NE(result.out.find("saving step 0"), std::string::npos) << result.out;
+  }
+}
+
 // The launch script turns TERM into USR1, because mpirun would kill the ranks within a second.
 TEST(Layouts, TheLocalLauncherPassesSignalsAndExitCodes) {
   const std::string source = CRAM_SOURCE_DIR;

@@ -153,6 +153,37 @@ TEST(Resume, ChangedSettingsAreRefusedWithoutForce) {
   EXPECT_EQ(loss_log(out / "r").size(), 8U);
 }
 
+// What --force asked for and the checkpoint cannot hold leaves the run as it was.
+TEST(Resume, ARefusedForceLeavesTheConfigurationAlone) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::string> run = tiny_train(out / "r", {"train.budget=8steps"});
+  expect_exit(0, run_program(with(run, "run.stop_after=4steps"), where));
+  const auto hidden = [&] {
+    std::ifstream config(out / "r/config.toml");
+    const std::string text((std::istreambuf_iterator<char>(config)), {});
+    const std::size_t at = text.find("\nhidden = ");
+    return at == std::string::npos ? text : text.substr(at + 10, text.find('\n', at + 1) - at - 10);
+  };
+  ASSERT_EQ(hidden(), "64");
+  std::vector<std::string> forced = with(run, "model.hidden=96");
+  forced.emplace_back("--force");
+  expect_exit(20, run_program(forced, where));
+  EXPECT_EQ(hidden(), "64");
+  expect_exit(0, run_program(run, where));
+  EXPECT_EQ(loss_log(out / "r").size(), 8U);
+}
+
+TEST(Resume, AStartThatWasKilledBeforeItWasARunIsStartedOver) {
+  const std::string where = tiny_corpus();
+  const TemporaryFolder out;
+  const std::vector<std::string> run = tiny_train(out / "r", {"train.budget=2steps"});
+  std::filesystem::create_directories(out / "r/logs");
+  std::ofstream(out / "r/logs/rank-00000.log") << "started\n";
+  expect_exit(0, run_program(run, where));
+  EXPECT_EQ(loss_log(out / "r").size(), 2U);
+}
+
 TEST(Resume, DamagedNewestIsSetAside) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
@@ -243,11 +274,11 @@ TEST(AutomaticMicroBatch, IsMeasuredOnceAndStored) {
   const ProgramResult first = run_program(tiny_train(out / "a", more), where, 100, home);
   ASSERT_EQ(first.exit_code, 0) << first.out;
   EXPECT_NE(first.out.find("outside the budget"), std::string::npos) << first.out;
-  std::ifstream config(out / "a/config.toml");
-  std::string text((std::istreambuf_iterator<char>(config)), {});
-  const std::size_t at = text.find("\nmicro_batch_size = ");
-  ASSERT_NE(at, std::string::npos) << text;
-  const int chosen = std::atoi(text.c_str() + at + 20);
+  std::ifstream config(out / "a/config.toml"), environment(out / "a/environment.json");
+  const std::string text((std::istreambuf_iterator<char>(config)), {});
+  EXPECT_NE(text.find("\nmicro_batch_size = \"auto\""), std::string::npos) << "as given: " << text;
+  const auto found = nlohmann::json::parse(environment);
+  const int chosen = std::stoi(found.at("resolved").at("train.micro_batch_size").get<std::string>());
   EXPECT_GE(chosen, 8);
   EXPECT_EQ(128 % chosen, 0);
 

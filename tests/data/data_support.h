@@ -104,8 +104,12 @@ inline void write_prepared(const std::string& folder, const Rows& train, const R
       const ShardHeader header{
           shape.seq_length, shape.vocab_size,         std::min(shape.rows_per_shard, split.rows - first), index, name,
           "none",           manifest.tokenizer.digest};
-      split.shards.push_back(
-          write_shard(folder + "/" + name + "-0000" + std::to_string(index) + ".h5", header, fill_from(rows, first)));
+      split.shards.push_back(write_shard(folder + "/" + name + "-" +
+                                             std::string(index < 10    ? "0000"
+                                                         : index < 100 ? "000"
+                                                                       : "00") +
+                                             std::to_string(index) + ".h5",
+                                         header, fill_from(rows, first)));
     }
   };
   write("train", train);

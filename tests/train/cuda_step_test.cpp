@@ -37,8 +37,9 @@ Trained train(const std::string& cuda_graph) {
   store.allocate(Precision::kBf16, at::Device(at::kCUDA, 0), state_layout(config.train.optimizer));
   store.initialize(0);
   test::CallSource source([number = std::int64_t{0}]() mutable { return made_batch(number++); });
-  TrainingStep training_step(model, store, mesh, training_step_settings(config), source,
-                             make_step_graphs(choose_cuda_graph(config, mesh.layout(), store.device()), store.device()));
+  TrainingStep training_step(
+      model, store, mesh, training_step_settings(config), source,
+      make_step_graphs(choose_cuda_graph(config, mesh.layout(), store.device()), store.device()));
   Trained trained;
   for (std::int64_t step = 1; step <= 6; ++step) {
     const auto result = training_step.run({.step = step, .update = step, .micro_batches = 4, .lr = 1e-3});

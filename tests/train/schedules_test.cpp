@@ -75,7 +75,8 @@ TEST(Schedules, InverseSqrtWithoutWarmUpIsRefused) {
   // sqrt(0/t) would train with a learning rate of zero.
   Config config;
   config.train.schedule = "inverse-sqrt";
-  expect_error(ExitCode::kUsage, {"inverse-sqrt", "train.warmup"}, [&] { (void)resolve_train_config(config, Layout{}); });
+  expect_error(ExitCode::kUsage, {"inverse-sqrt", "train.warmup"},
+               [&] { (void)resolve_train_config(config, Layout{}); });
   config.train.warmup = 0.05;
   EXPECT_NO_THROW((void)resolve_train_config(config, Layout{}));
 }
@@ -127,12 +128,14 @@ TEST(TrainConfig, BatchSizesThatDoNotFitNameTheNearest) {
                [&] { (void)resolve_train_config(config, Layout{}); });
   Config micro;
   micro.train.micro_batch_size = 100;
-  expect_error(ExitCode::kUsage, {"train.micro_batch_size=100", "128"}, [&] { (void)resolve_train_config(micro, Layout{}); });
+  expect_error(ExitCode::kUsage, {"train.micro_batch_size=100", "128"},
+               [&] { (void)resolve_train_config(micro, Layout{}); });
   Config ranks;
   expect_error(ExitCode::kUsage, {"3 data ranks"}, [&] { (void)resolve_train_config(ranks, Layout{.data = 3}); });
   Config budget;
   budget.train.budget.value = 0;
-  expect_error(ExitCode::kUsage, {"train.budget=0h", "positive"}, [&] { (void)resolve_train_config(budget, Layout{}); });
+  expect_error(ExitCode::kUsage, {"train.budget=0h", "positive"},
+               [&] { (void)resolve_train_config(budget, Layout{}); });
 }
 
 }  // namespace
