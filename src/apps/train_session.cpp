@@ -4,6 +4,7 @@
 #include <torch/types.h>
 
 #include <filesystem>
+#include <sstream>
 
 #include "apps/micro_batch.h"
 #include "apps/train_report.h"
@@ -39,39 +40,31 @@ DataShape shape_of(const ShardSet& shards) {
   return {shards.vocab_size(), shards.seq_length(), shards.folder(), shards.tokenizer_digest()};
 }
 
-// The newest valid checkpoint this command may go on from, nothing for a run that starts. Warns about what changed;
-// refuses what must not.
-std::optional<CheckpointFolder::Found> checkpoint_to_resume(const OptionTable& options, const RunFolder& folder,
-                                                            const CheckpointInfo& now, bool force) {
-  if (folder.is_new()) return std::nullopt;
-  std::optional<CheckpointFolder::Found> found = CheckpointFolder(folder.checkpoints()).newest_valid();
-  if (!found) {
-    say("no committed checkpoint in ", folder.path(), ": starting at step 0");
-    return std::nullopt;
-  }
-  std::vector<std::string> changes = changed_settings(found->info.settings, options, now.settings);
+// Warns about what changed since a checkpoint was made; refuses what must not.
+void accept_checkpoint(const CheckpointFolder::Found& found, const OptionTable& options, const std::string& run_folder,
+                       const CheckpointInfo& now, bool force) {
+  std::vector<std::string> changes = changed_settings(found.info.settings, options, now.settings);
   for (const auto& [what, digest] : now.identity) {
-    const auto saved = found->info.identity.find(what);
-    if (saved != found->info.identity.end() && saved->second != digest) {
+    const auto saved = found.info.identity.find(what);
+    if (saved != found.info.identity.end() && saved->second != digest) {
       changes.push_back(concat(what, ": the run has ", saved->second, ", this command ", digest));
     }
   }
   std::string diff;
   for (const std::string& change : changes) diff += "\n  " + change;
-  CRAM_CHECK(changes.empty() || force, ExitCode::kUsage, "the run in ", folder.path(),
+  CRAM_CHECK(changes.empty() || force, ExitCode::kUsage, "the run in ", run_folder,
              " was made with other settings:", diff,
              "\nrun it as it was, choose another run.output, or go on all the same with --force");
   if (!changes.empty()) log_warning("--force: resuming with other settings:", diff);
   std::string differences;
   for (const auto& [what, value] : now.environment) {
-    const auto saved = found->info.environment.find(what);
-    if (what != "host" && saved != found->info.environment.end() && saved->second != value) {
+    const auto saved = found.info.environment.find(what);
+    if (what != "host" && saved != found.info.environment.end() && saved->second != value) {
       differences += concat(" ", what, " ", saved->second, " -> ", value, ";");
     }
   }
   if (!differences.empty()) log_warning("resuming in another environment, last digits may differ:", differences);
-  say("resuming from ", found->path);
-  return found;
+  say("resuming from ", found.path);
 }
 
 // auto on a resume is the size the run was stored with, or the nearest one that this layout can do.
@@ -94,14 +87,23 @@ void warn_if_disk_is_small(const Config& config, const ParameterStore& store, co
   }
 }
 
-void verify_everything(const RunFolder& folder) {
+// Every byte of tensors, shared out over the ranks.
+int verify_run(Communicator& world, const Config& config) {
   say("data: every shard matches its digest");
-  const std::vector<std::string> steps = CheckpointFolder(folder.checkpoints()).committed();
-  for (const std::string& step : steps) {
-    (void)verify_checkpoint(step);
+  std::string all;
+  on_root(world, [&] {
+    for (const std::string& step : CheckpointFolder(RunFolder(config.run.output).checkpoints()).committed()) {
+      all += step + "\n";
+    }
+  });
+  std::istringstream steps(broadcast_text(world, all));
+  bool any = false;
+  for (std::string step; std::getline(steps, step); any = true) {
+    (void)verify_checkpoint(step, world);
     say("checkpoint ", step, " verifies");
   }
-  if (steps.empty()) say("no committed checkpoint in ", folder.path());
+  if (!any) say("no committed checkpoint in ", config.run.output);
+  return 0;
 }
 
 // Who is where: one line a rank on rank 0's terminal and log.
@@ -140,9 +142,11 @@ LoaderSettings loader_settings(const RunDescription& run, const Mesh& mesh) {
 }
 
 struct OpenedRun {
-  std::unique_ptr<RunFolder> folder;  // rank 0's
-  std::string resume_from;            // a checkpoint; "" = step 0
-  std::int64_t micro_batch = 0;       // may still be auto
+  CheckpointFolder checkpoints;
+  std::unique_ptr<RunFolder> folder;             // rank 0's
+  std::optional<CheckpointFolder::Found> found;  // rank 0's; the newest that looks whole
+  bool resumes = false;
+  std::int64_t micro_batch = 0;  // may still be auto
 };
 
 // The run folder is rank 0's business; the others learn where to resume from. Fills in info.progress. Nothing in the
@@ -150,25 +154,27 @@ struct OpenedRun {
 OpenedRun open_run(Communicator& world, const RunDescription& run, const OptionTable& options,
                    const TrainRequest& request, CheckpointInfo& info, const std::function<void()>& introduce) {
   const std::string& output = run.config.run.output;
-  OpenedRun opened;
-  opened.micro_batch = run.config.train.micro_batch_size;
+  OpenedRun opened{CheckpointFolder(output + "/checkpoints"), nullptr, {}, false, run.config.train.micro_batch_size};
   on_root(world, [&] {
     introduce();
     opened.folder = std::make_unique<RunFolder>(output);
     if (request.fresh) opened.folder->set_aside();
     opened.folder->lock();
     const std::int64_t attempt = next_attempt(output);
-    if (const auto found = checkpoint_to_resume(options, *opened.folder, info, request.force)) {
-      opened.resume_from = found->path;
-      info.progress = found->info.progress;
+    if (!opened.folder->is_new()) opened.found = opened.checkpoints.newest();
+    if (opened.found) {
+      accept_checkpoint(*opened.found, options, output, info, request.force);
+      info.progress = opened.found->info.progress;
       // Before the first step no number depends on it: a search that a signal ended is made again.
-      if (found->info.progress.step > 0) opened.micro_batch = micro_batch_of(found->info, run);
+      if (info.progress.step > 0) opened.micro_batch = micro_batch_of(opened.found->info, run);
+    } else if (!opened.folder->is_new()) {
+      say("no committed checkpoint in ", output, ": starting at step 0");
     }
     info.progress.attempt = attempt;
     opened.folder->open();
     clear_roll_call(output + "/logs", world.size());
   });
-  opened.resume_from = broadcast_text(world, opened.resume_from);
+  opened.resumes = agree_on_largest(world, opened.found ? 1 : 0) > 0;
   info.progress = parse_progress(broadcast_text(world, progress_text(info.progress)));
   opened.micro_batch = agree_on_largest(world, opened.micro_batch);
   if (world.rank() > 0) open_log_file(rank_log_path(output, world.rank()));
@@ -192,18 +198,29 @@ int dry_run(const RunDescription& resolved, const Launch& launch, const TrainDat
   return 0;
 }
 
-int verify_run(Communicator& world, const Config& config) {
-  on_root(world, [&] { verify_everything(RunFolder(config.run.output)); });
-  return 0;
+// Loads the newest whole checkpoint; progress becomes that of the one that was loaded.
+void resume(OpenedRun& opened, ParameterStore& store, const RunDescription& run, const OptionTable& options,
+            const TrainRequest& request, const Mesh& mesh, CheckpointInfo& info) {
+  const LoadRule rule{.elsewhere = parameter_names(run.config.model, run.config.train.objective)};
+  const std::int64_t attempt = info.progress.attempt;
+  const auto accept = [&](const CheckpointFolder::Found& found) {
+    accept_checkpoint(found, options, run.config.run.output, info, request.force);
+  };
+  info.progress = opened.checkpoints.load(opened.found.value_or(CheckpointFolder::Found()), store, mesh, rule, accept)
+                      .info.progress;
+  info.progress.attempt = attempt;
+  info.progress = parse_progress(broadcast_text(mesh.world(), progress_text(info.progress)));
+  say("resuming after step ", format_grouped(info.progress.step));
 }
 
 // What started: parts that several steps of a run share.
 struct Started {
   const OptionTable& options;
+  const TrainRequest& request;
   const TrainData& data;
   const Mesh& mesh;
   const StopSignals& signals;
-  const OpenedRun& opened;
+  OpenedRun& opened;
   CheckpointInfo info;
 };
 
@@ -219,11 +236,10 @@ int train(const RunDescription& run, Started started) {
   Model model(config.model, store, make_placement(config, mesh), config.train.objective);
   store.allocate(run.device.precision, run.device.device, state_layout(config.train.optimizer),
                  make_partition(config, mesh));
-  if (started.opened.resume_from.empty()) {
-    store.initialize(static_cast<std::uint64_t>(config.run.seed));
+  if (started.opened.resumes) {
+    resume(started.opened, store, run, started.options, started.request, mesh, info);
   } else {
-    load_checkpoint(started.opened.resume_from, store, parameter_names(config.model, config.train.objective));
-    say("resuming after step ", format_grouped(info.progress.step));
+    store.initialize(static_cast<std::uint64_t>(config.run.seed));
   }
   on_root(world, [&] {
     started.opened.folder->describe(started.options, info.environment, resolved_values(started.options, config));
@@ -283,15 +299,14 @@ int run_training(const Config& given, const OptionTable& options, const TrainReq
   if (resolved.has_micro_batch()) {
     info.environment["micro_batch_size"] = std::to_string(resolved.config.train.micro_batch_size);
   }
-  const OpenedRun opened =
-      open_run(world, resolved, options, request, info, [&] { print_start(resolved, launch, data); });
+  OpenedRun opened = open_run(world, resolved, options, request, info, [&] { print_start(resolved, launch, data); });
   if (watchdog != nullptr) watchdog->call_roll_in(resolved.config.run.output + "/logs");
   print_ranks(mesh, resolved.device, launch);
 
   const at::NoGradGuard no_grad;  // the backward pass is explicit
   const std::int64_t rows =
       opened.micro_batch != kAutoMicroBatch ? opened.micro_batch : choose_micro_batch(resolved, mesh, signals);
-  return train(with_micro_batch(resolved, rows), {options, data, mesh, signals, opened, info});
+  return train(with_micro_batch(resolved, rows), {options, request, data, mesh, signals, opened, info});
 }
 
 }  // namespace cram

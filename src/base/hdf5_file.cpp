@@ -38,13 +38,20 @@ hid_t stored_type(ArrayType type) {
 
 }  // namespace
 
+std::unique_lock<std::recursive_mutex> hdf5_lock() {
+  static std::recursive_mutex mutex;
+  return std::unique_lock(mutex);
+}
+
 void set_up_hdf5() {
+  const auto lock = hdf5_lock();
   static const herr_t kNoCleanUpAtExit = H5dont_atexit();
   static_cast<void>(kNoCleanUpAtExit);
   H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
 }
 
 Hdf5Handle hdf5_file_access() {
+  const auto lock = hdf5_lock();
   set_up_hdf5();
   Hdf5Handle access(H5Pcreate(H5P_FILE_ACCESS), H5Pclose);
   CRAM_CHECK(access.valid() && H5Pset_file_locking(access.get(), false, true) >= 0 &&
@@ -72,6 +79,7 @@ struct ArrayFileWriter::State {
 };
 
 ArrayFileWriter::ArrayFileWriter(const std::string& path, ExitCode code) {
+  const auto lock = hdf5_lock();
   const Hdf5Handle access = hdf5_file_access();
   errno = 0;
   Hdf5Handle file(H5Fcreate(path.c_str(), H5F_ACC_EXCL, H5P_DEFAULT, access.get()), H5Fclose);
@@ -82,6 +90,7 @@ ArrayFileWriter::ArrayFileWriter(const std::string& path, ExitCode code) {
 ArrayFileWriter::~ArrayFileWriter() = default;
 
 void ArrayFileWriter::write(const std::string& name, const ArrayInfo& info, const void* data) {
+  const auto lock = hdf5_lock();
   const std::vector<hsize_t> extents(info.shape.begin(), info.shape.end());
   const Hdf5Handle space(H5Screate_simple(static_cast<int>(extents.size()), extents.data(), nullptr), H5Sclose);
   const Hdf5Handle links(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
@@ -98,6 +107,7 @@ void ArrayFileWriter::write(const std::string& name, const ArrayInfo& info, cons
 }
 
 void ArrayFileWriter::close() {
+  const auto lock = hdf5_lock();
   const bool flushed = H5Fflush(state_->file.get(), H5F_SCOPE_GLOBAL) >= 0;
   CRAM_CHECK(state_->file.close() >= 0 && flushed, state_->code, "closing ", state_->path,
              " failed: the disk may be full");
@@ -110,6 +120,7 @@ struct ArrayFileReader::State {
 };
 
 ArrayFileReader::ArrayFileReader(const std::string& path, ExitCode code) {
+  const auto lock = hdf5_lock();
   const Hdf5Handle access = hdf5_file_access();
   Hdf5Handle file(H5Fopen(path.c_str(), H5F_ACC_RDONLY, access.get()), H5Fclose);
   CRAM_CHECK(file.valid(), code, "cannot read ", path, " as HDF5");
@@ -119,6 +130,7 @@ ArrayFileReader::ArrayFileReader(const std::string& path, ExitCode code) {
 ArrayFileReader::~ArrayFileReader() = default;
 
 bool ArrayFileReader::has(const std::string& name) const {
+  const auto lock = hdf5_lock();
   // H5Lexists wants every group on the way to exist, so walk.
   for (std::size_t slash = name.find('/', 1); slash != std::string::npos; slash = name.find('/', slash + 1)) {
     if (H5Lexists(state_->file.get(), name.substr(0, slash).c_str(), H5P_DEFAULT) <= 0) return false;
@@ -127,6 +139,7 @@ bool ArrayFileReader::has(const std::string& name) const {
 }
 
 ArrayInfo ArrayFileReader::info(const std::string& name) const {
+  const auto lock = hdf5_lock();
   CRAM_CHECK(has(name), state_->code, state_->path, " has no array ", name);
   const Hdf5Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
   CRAM_CHECK(array.valid(), state_->code, "cannot open ", name, " in ", state_->path);
@@ -148,15 +161,41 @@ ArrayInfo ArrayFileReader::info(const std::string& name) const {
   fail(state_->code, name, " in ", state_->path, " has an unexpected number format");
 }
 
+std::int64_t ArrayFileReader::offset(const std::string& name) const {
+  const auto lock = hdf5_lock();
+  const Hdf5Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
+  CRAM_CHECK(array.valid(), state_->code, "cannot open ", name, " in ", state_->path);
+  const haddr_t at = H5Dget_offset(array.get());
+  return at == HADDR_UNDEF ? -1 : static_cast<std::int64_t>(at);
+}
+
 void ArrayFileReader::read(const std::string& name, const ArrayInfo& expected, void* data) const {
+  read_rows(name, expected, 0, expected.shape.empty() ? 1 : expected.shape[0], data);
+}
+
+void ArrayFileReader::read_rows(const std::string& name, const ArrayInfo& expected, std::int64_t first,
+                                std::int64_t rows, void* data) const {
+  const auto lock = hdf5_lock();
   const ArrayInfo found = info(name);
   CRAM_CHECK(found.type == expected.type && found.shape == expected.shape, state_->code, name, " in ", state_->path,
              " has shape ", shape_text(found.shape), " in ", 8 * array_item_bytes(found.type), " bits, expected ",
              shape_text(expected.shape), " in ", 8 * array_item_bytes(expected.type));
   const Hdf5Handle array(H5Dopen2(state_->file.get(), name.c_str(), H5P_DEFAULT), H5Dclose);
-  CRAM_CHECK(
-      array.valid() && H5Dread(array.get(), native_type(expected.type), H5S_ALL, H5S_ALL, H5P_DEFAULT, data) >= 0,
-      state_->code, "reading ", name, " from ", state_->path, " failed");
+  const bool whole = found.shape.empty() || (first == 0 && rows == found.shape[0]);
+  std::vector<hsize_t> counts(found.shape.begin(), found.shape.end()), starts(found.shape.size(), 0);
+  if (!whole) {
+    starts[0] = static_cast<hsize_t>(first);
+    counts[0] = static_cast<hsize_t>(rows);
+  }
+  const auto dims = static_cast<int>(counts.size());
+  const Hdf5Handle in_file(array.valid() ? H5Dget_space(array.get()) : -1, H5Sclose);
+  const Hdf5Handle in_memory(H5Screate_simple(dims, counts.data(), nullptr), H5Sclose);
+  const bool selected = in_file.valid() && in_memory.valid() &&
+                        (whole || H5Sselect_hyperslab(in_file.get(), H5S_SELECT_SET, starts.data(), nullptr,
+                                                      counts.data(), nullptr) >= 0);
+  CRAM_CHECK(selected && H5Dread(array.get(), native_type(expected.type), in_memory.get(), in_file.get(), H5P_DEFAULT,
+                                 data) >= 0,
+             state_->code, "reading ", name, " from ", state_->path, " failed");
 }
 
 }  // namespace cram

@@ -49,8 +49,14 @@ class ArrayFileReader {
 
   [[nodiscard]] bool has(const std::string& name) const;
   [[nodiscard]] ArrayInfo info(const std::string& name) const;
+  /// Where the array's contiguous numbers begin in the file, in bytes; -1 for one without elements.
+  [[nodiscard]] std::int64_t offset(const std::string& name) const;
   /// Reads the whole array; `expected` must match type and shape.
   void read(const std::string& name, const ArrayInfo& expected, void* data) const;
+  /// Reads rows [first, first + rows) of the first dimension, all of the others. An array without dimensions is one
+  /// row.
+  void read_rows(const std::string& name, const ArrayInfo& expected, std::int64_t first, std::int64_t rows,
+                 void* data) const;
 
  private:
   struct State;

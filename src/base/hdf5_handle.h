@@ -3,9 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <utility>
 
 namespace cram {
+
+/// Held during every call of the library: most builds of it know no threads, and ours has several that read (loader,
+/// evaluation, checkpoints).
+[[nodiscard]] std::unique_lock<std::recursive_mutex> hdf5_lock();
 
 /// Owns one HDF5 identifier.
 class Hdf5Handle {
@@ -15,12 +20,17 @@ class Hdf5Handle {
   Hdf5Handle(Hdf5Handle&& other) noexcept : id_(std::exchange(other.id_, -1)), close_(other.close_) {}
   Hdf5Handle& operator=(Hdf5Handle&&) = delete;
   ~Hdf5Handle() {
-    if (id_ >= 0) close_(id_);
+    if (id_ < 0) return;
+    const auto lock = hdf5_lock();
+    close_(id_);
   }
   [[nodiscard]] std::int64_t get() const noexcept { return id_; }
   [[nodiscard]] bool valid() const noexcept { return id_ >= 0; }
   /// For writers: a close can be the call that finds the disk full.
-  [[nodiscard]] int close() noexcept { return close_(std::exchange(id_, -1)); }
+  [[nodiscard]] int close() noexcept {
+    const auto lock = hdf5_lock();
+    return close_(std::exchange(id_, -1));
+  }
 
  private:
   std::int64_t id_;

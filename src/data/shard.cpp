@@ -202,6 +202,7 @@ struct ShardReader::State {
     CRAM_CHECK(first >= 0 && count >= 0 && first + count <= header.rows, ExitCode::kData, "rows [", first, ", ",
                first + count, ") of ", path, ", which has ", header.rows);
     if (count == 0) return;
+    const auto lock = hdf5_lock();
     set_up_hdf5();
     select_rows(space.get(), first, count, header.seq_length);
     const Extent size = extent(count, header.seq_length);
@@ -228,6 +229,7 @@ struct ShardReader::State {
 };
 
 ShardFile write_shard(const std::filesystem::path& path, const ShardHeader& header, const FillRows& fill_rows) {
+  const auto lock = hdf5_lock();
   std::string ids_digest;
   const std::string image = make_image(header, fill_rows, ids_digest);
   {
@@ -253,6 +255,7 @@ ShardReader& ShardReader::operator=(ShardReader&&) noexcept = default;
 ShardReader::~ShardReader() = default;
 
 ShardReader ShardReader::open(const std::filesystem::path& path) {
+  const auto lock = hdf5_lock();
   const Hdf5Handle access = hdf5_file_access();
   try {
     auto state = std::make_unique<State>(path.string(), access);
@@ -270,6 +273,7 @@ void ShardReader::read(std::int64_t first, std::int64_t count, std::uint32_t* ou
 }
 
 std::string hdf5_version() {
+  const auto lock = hdf5_lock();
   set_up_hdf5();  // asking for the version starts the library
   unsigned major = 0;
   unsigned minor = 0;

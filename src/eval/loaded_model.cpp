@@ -12,22 +12,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The newest checkpoint of a run that verifies. Reading never changes the run's folder, so a damaged one stays in
-// place.
-std::string newest_of_run(const std::string& run_folder) {
-  const std::vector<std::string> all = CheckpointFolder(run_folder + "/checkpoints").committed();
-  CRAM_CHECK(!all.empty(), ExitCode::kNoCheckpoint, run_folder, " has no committed checkpoint in checkpoints/");
-  std::string reasons;
-  for (auto step = all.rbegin(); step != all.rend(); ++step) {
-    try {
-      (void)verify_checkpoint(*step);
-      if (!reasons.empty()) log_warning("newer checkpoints do not verify, taking ", *step, ":", reasons);
-      return *step;
-    } catch (const Error& error) {
-      reasons += concat("\n  ", *step, ": ", error.what());
-    }
-  }
-  fail(ExitCode::kNoCheckpoint, "no valid checkpoint in ", run_folder, ":", reasons);
+// Step folders to try, the newest first. Reading never changes the run's folder, so a damaged one stays in place.
+std::vector<std::string> steps_of(const std::string& path) {
+  if (fs::exists(fs::path(path) / kCheckpointManifest)) return {path};
+  std::vector<std::string> all = CheckpointFolder(path + "/checkpoints").committed();
+  CRAM_CHECK(!all.empty(), ExitCode::kNoCheckpoint, path, " has no committed checkpoint in checkpoints/");
+  return {all.rbegin(), all.rend()};
 }
 
 }  // namespace
@@ -39,6 +29,7 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
   std::string objective = "mlm";
   const auto build = [&] {
     check_model_config(model.config);
+    model.model.reset();  // of a checkpoint that turned out damaged
     model.store = std::make_unique<ParameterStore>();
     model.model = std::make_unique<Model>(model.config, *model.store, objective);
     model.store->allocate(format, device);
@@ -54,21 +45,31 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
   CRAM_CHECK(fs::is_directory(path), ExitCode::kNoCheckpoint, checkpoint,
              " is neither a folder nor a file; name a run folder, one of its ",
              "checkpoints/step-*, or a safetensors file");
-  model.origin = fs::exists(path / "manifest.json") ? checkpoint : newest_of_run(checkpoint);
-  model.info = verify_checkpoint(model.origin);
-  OptionTable table;
-  add_model_options(table, model.config);
-  for (const auto& [key, value] : model.info.settings) {
-    if (table.find(key) != nullptr) table.set(key, value, model.origin);
+  std::string reasons;
+  for (const std::string& step : steps_of(checkpoint)) {
+    try {
+      model.origin = step;
+      model.info = read_manifest(step).info;
+      OptionTable table;
+      model.config = ModelConfig();
+      add_model_options(table, model.config);
+      for (const auto& [key, value] : model.info.settings) {
+        if (table.find(key) != nullptr) table.set(key, value, step);
+      }
+      const auto trained_for = model.info.settings.find("train.objective");
+      if (trained_for != model.info.settings.end()) objective = trained_for->second;
+      // The masters of an fp64 run are fp64; they are read as they are.
+      const auto saved = model.info.settings.find("train.precision");
+      format = saved != model.info.settings.end() && saved->second == "fp64" ? Precision::kFp64 : precision;
+      build();
+      load_checkpoint(step, *model.store);
+      if (!reasons.empty()) log_warning("newer checkpoints do not verify, taking ", step, ":", reasons);
+      return model;
+    } catch (const CheckpointDamage& damage) {
+      reasons += concat("\n  ", step, ": ", damage.what());
+    }
   }
-  const auto trained_for = model.info.settings.find("train.objective");
-  if (trained_for != model.info.settings.end()) objective = trained_for->second;
-  // The masters of an fp64 run are fp64; they are read as they are.
-  const auto saved = model.info.settings.find("train.precision");
-  if (saved != model.info.settings.end() && saved->second == "fp64") format = Precision::kFp64;
-  build();
-  load_checkpoint(model.origin, *model.store);
-  return model;
+  fail(ExitCode::kNoCheckpoint, "no valid checkpoint in ", checkpoint, ":", reasons);
 }
 
 }  // namespace cram

@@ -11,12 +11,6 @@
 namespace cram {
 namespace {
 
-std::int64_t product(const std::vector<std::int64_t>& shape) {
-  std::int64_t n = 1;
-  for (const std::int64_t extent : shape) n *= extent;
-  return n;
-}
-
 std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -57,6 +51,12 @@ at::Tensor initial_values(const ParamSpec& spec, std::uint64_t seed) {
 }
 
 }  // namespace
+
+std::int64_t element_count(const std::vector<std::int64_t>& shape) {
+  std::int64_t n = 1;
+  for (const std::int64_t extent : shape) n *= extent;
+  return n;
+}
 
 bool ParamSpec::is_sharded() const {
   const std::int64_t extent = global_shape[static_cast<std::size_t>(slice_dim)];
@@ -131,7 +131,7 @@ std::vector<std::int64_t> ParameterStore::local_shape(ParamId id) const {
   return shape;
 }
 
-std::int64_t ParameterStore::local_numel(ParamId id) const { return product(local_shape(id)); }
+std::int64_t ParameterStore::local_numel(ParamId id) const { return element_count(local_shape(id)); }
 
 ParamId ParameterStore::find(const std::string& name) const {
   const auto found =
@@ -247,7 +247,7 @@ void ParameterStore::allocate(Precision precision, at::Device device, const Stat
     const FlatBuffers& b = buffers_[entry.buffer];
     const std::vector<std::int64_t> shape = local_shape(id);
     const auto view = [&](const at::Tensor& flat) {
-      return flat.defined() ? flat.narrow(0, entry.offset, product(shape)).view(shape) : at::Tensor();
+      return flat.defined() ? flat.narrow(0, entry.offset, element_count(shape)).view(shape) : at::Tensor();
     };
     entry.working = view(b.working);
     entry.grad = view(b.grad);
@@ -271,6 +271,12 @@ std::vector<ParameterStore::OwnedRange> ParameterStore::owned(ParamId id) const 
     ranges.push_back(std::move(range));
   }
   return ranges;
+}
+
+std::vector<NamedTensor> ParameterStore::OwnedRange::stored() const {
+  std::vector<NamedTensor> all = {{"master", master}};
+  all.insert(all.end(), states.begin(), states.end());
+  return all;
 }
 
 at::Tensor ParameterStore::state(ParamId id, std::string_view name) const {

@@ -15,6 +15,9 @@
 
 namespace cram {
 
+/// The product of the extents; 1 of no dimension.
+[[nodiscard]] std::int64_t element_count(const std::vector<std::int64_t>& shape);
+
 enum class InitRule { kNormal, kConstant };
 
 /// What reductions and the optimizer need to know of a parameter. Parameters of one class share flat buffers.
@@ -140,6 +143,9 @@ class ParameterStore {
     std::int64_t end = 0;
     at::Tensor master, grad;  // 1-d views; the gradient is undefined without an optimizer
     std::vector<NamedTensor> states;
+
+    /// What a checkpoint stores of it: "master" and every state.
+    [[nodiscard]] std::vector<NamedTensor> stored() const;
   };
   [[nodiscard]] std::vector<OwnedRange> owned(ParamId id) const;
 

@@ -32,8 +32,8 @@ void add_owned_pieces(const ParameterStore& store, std::size_t index, std::vecto
   }
 }
 
-// Every rank's owned slices of the working weights, in place.
-void gather_working(const FlatBuffers& b, Communicator& data, std::vector<Work>& pending) {
+// Every rank's owned slices of a buffer, in place.
+void gather_slices(const FlatBuffers& b, Communicator& data, std::vector<Work>& pending) {
   for (const Bucket& bucket : b.buckets) {
     pending.push_back(data.all_gather_async(b.working.narrow(0, bucket.begin, bucket.numel()),
                                             b.working.narrow(0, bucket.own_begin, bucket.owned())));
@@ -54,6 +54,20 @@ void gather_matrices(const FlatBuffers& b, Communicator& data) {
 }
 
 }  // namespace
+
+void gather_working_weights(ParameterStore& store, Communicator& data) {
+  std::vector<Work> gathering;
+  for (const FlatBuffers& b : store.buffers()) {
+    if (!b.shared_out) continue;
+    if (b.traits.whole_matrices) {
+      gather_matrices(b, data);
+    } else {
+      gather_slices(b, data, gathering);
+    }
+  }
+  for (Work& work : gathering) work.wait();
+  store.weights_written();
+}
 
 Table<OptimizerRow>& optimizers() {
   static Table<OptimizerRow> table("optimizer", {adamw_row()});
@@ -93,18 +107,10 @@ void Optimizer::update(const Update& update) {
   std::vector<UpdatePiece> pieces;
   for (std::size_t index = 0; index < store_.buffers().size(); ++index) add_owned_pieces(store_, index, pieces);
   rule_->update(pieces, update);
-  std::vector<Work> gathering;
   for (const FlatBuffers& b : store_.buffers()) {
-    if (!b.shared_out) continue;
-    if (b.traits.whole_matrices) {
-      gather_matrices(b, mesh_.data());
-    } else {
-      gather_working(b, mesh_.data(), gathering);
-    }
-    b.grad.zero_();  // the update cleared the owned sums only
+    if (b.shared_out) b.grad.zero_();  // the update cleared the owned sums only
   }
-  for (Work& work : gathering) work.wait();
-  store_.weights_written();
+  gather_working_weights(store_, mesh_.data());
 }
 
 }  // namespace cram

@@ -163,7 +163,7 @@ TEST(Resume, ARefusedForceLeavesTheConfigurationAlone) {
     std::ifstream config(out / "r/config.toml");
     const std::string text((std::istreambuf_iterator<char>(config)), {});
     const std::size_t at = text.find("\nhidden = ");
-    return at == std::string::npos ? text : text.substr(at + 10, text.find('\n', at + 1) - at - 10);
+    return at == std::string::npos ? text : text.substr(at + 10, text.find(' ', at + 10) - at - 10);
   };
   ASSERT_EQ(hidden(), "64");
   std::vector<std::string> forced = with(run, "model.hidden=96");

@@ -295,8 +295,7 @@ inline Partition partition_of(const TrainingSetup& setup, const Mesh& mesh) {
 inline void train_rank(Communicator& world, const TrainingSetup& setup, TrainingResult& result, std::mutex& mutex) {
   const at::NoGradGuard no_grad;
   at::set_num_threads(1);  // of this thread: ranks are threads already
-  Config config = training_config(setup);
-  resolve_train_config(config, setup.layout);
+  const Config config = resolve_train_config(training_config(setup), setup.layout);
   Sabotaged device_world(world, setup.sabotage, "device world");
   const Mesh mesh(world, setup.layout, device_world);
   ParameterStore store;
@@ -305,7 +304,8 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
   if (setup.checkpoint.empty()) {
     store.initialize(11);
   } else {
-    load_checkpoint(setup.checkpoint, store, parameter_names(config.model, config.train.objective));
+    load_checkpoint(setup.checkpoint, store, mesh,
+                    {.elsewhere = parameter_names(config.model, config.train.objective)});
   }
   RowsSource source(config.model, setup.micro_batch, mesh.place().dp_rank, setup.layout.data, setup.rows);
   TrainingStep training_step(model, store, mesh, training_step_settings(config), source);

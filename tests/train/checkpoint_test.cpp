@@ -6,7 +6,9 @@
 
 #include <cmath>
 #include <fstream>
+#include <nlohmann/json.hpp>
 
+#include "base/digest.h"
 #include "base/file_io.h"
 #include "base/log.h"
 #include "base/rng.h"
@@ -77,6 +79,7 @@ struct Saved {
     randomize(model.store, static_cast<std::uint64_t>(step));
     return folder.save(model.store, info_at(step), keep);
   }
+  std::optional<CheckpointFolder::Found> load_newest() { return folder.load_newest(model.store); }
   [[nodiscard]] std::string path(std::int64_t step) const {
     const std::string digits = std::to_string(step);
     return root / ("checkpoints/step-" + std::string(9 - digits.size(), '0') + digits);
@@ -119,9 +122,9 @@ TEST_P(EveryPrecision, LoadsBackBitEqual) {
   CheckpointFolder folder(root / "checkpoints");
   const std::uintmax_t bytes = folder.save(model.store, info_at(50), 2);
   const std::string path = root / "checkpoints/step-000000050";
-  EXPECT_EQ(bytes, fs::file_size(path + "/rank-00000.h5"));
+  EXPECT_EQ(bytes, fs::file_size(path + "/rank-00000.h5") + fs::file_size(path + "/rank-00000.json"));
   EXPECT_GE(bytes, checkpoint_bytes(model.store));
-  EXPECT_LT(bytes, checkpoint_bytes(model.store) + 60'000);
+  EXPECT_LT(bytes, checkpoint_bytes(model.store) + 70'000);
   load_checkpoint(path, other.store);
   EXPECT_TRUE(bit_equal(model.store, other.store));
   EXPECT_TRUE(std::signbit(other.store.master(0).view({-1})[0].item<double>()));
@@ -134,7 +137,7 @@ TEST_P(EveryPrecision, LoadsBackBitEqual) {
 
 TEST(Checkpoint, ProgressAndSettingsComeBackBitEqual) {
   Saved saved({7});
-  const std::optional<CheckpointFolder::Found> found = saved.folder.newest_valid();
+  const std::optional<CheckpointFolder::Found> found = saved.load_newest();
   ASSERT_TRUE(found);
   EXPECT_EQ(found->path, saved.path(7));
   const CheckpointInfo expected = info_at(7);
@@ -170,18 +173,18 @@ TEST(Checkpoint, SavingAStepAgainKeepsTheFirst) {
 
 TEST(Checkpoint, NothingThereIsNoCheckpoint) {
   const TemporaryFolder root;
-  EXPECT_FALSE(CheckpointFolder(root / "missing").newest_valid());
+  EXPECT_FALSE(CheckpointFolder(root / "missing").newest());
   EXPECT_TRUE(CheckpointFolder(root / "missing").committed().empty());
   make_folders(root / "empty");
-  EXPECT_FALSE(CheckpointFolder(root / "empty").newest_valid());
+  EXPECT_FALSE(CheckpointFolder(root / "empty").newest());
   make_folders(root / "foreign/step-000000010.tmp-1-2-3");
   make_folders(root / "foreign/step-x");
   make_folders(root / "foreign/step-");
   make_folders(root / "foreign/epoch-1");
   write_file_atomically(root / "foreign/notes.txt", "notes");
-  EXPECT_FALSE(CheckpointFolder(root / "foreign").newest_valid());
+  EXPECT_FALSE(CheckpointFolder(root / "foreign").newest());
   expect_error(ExitCode::kNoCheckpoint, {"notes.txt"},
-               [&] { (void)CheckpointFolder(root / "foreign/notes.txt").newest_valid(); });
+               [&] { (void)CheckpointFolder(root / "foreign/notes.txt").newest(); });
 }
 
 TEST(Checkpoint, ForeignNamesStayAndLeftoversGoWithTheNextSave) {
@@ -189,7 +192,7 @@ TEST(Checkpoint, ForeignNamesStayAndLeftoversGoWithTheNextSave) {
   make_folders(saved.root / "checkpoints/step-000000020.tmp-99-1-0");
   write_file_atomically(saved.root / "checkpoints/notes.txt", "notes");
   make_folders(saved.root / "checkpoints/mine");
-  EXPECT_EQ(saved.folder.newest_valid()->path, saved.path(10));
+  EXPECT_EQ(saved.load_newest()->path, saved.path(10));
   saved.save(30, 1);
   EXPECT_EQ(saved.names(), (std::vector<std::string>{"mine", "notes.txt", "step-000000030"}));
 }
@@ -199,11 +202,11 @@ TEST(Checkpoint, OrderIsByNumber) {
   saved.save(1'000'000'000);  // one digit wider than the names
   saved.save(999'999'999);
   ASSERT_EQ(saved.folder.committed().size(), 2U);
-  EXPECT_EQ(saved.folder.newest_valid()->info.progress.step, 1'000'000'000);
+  EXPECT_EQ(saved.load_newest()->info.progress.step, 1'000'000'000);
 }
 
 TEST(Checkpoint, ADamagedOneIsSetAsideAndTheOneBeforeTaken) {
-  for (const char* file : {"rank-00000.h5", "manifest.json"}) {
+  for (const char* file : {"rank-00000.h5", "rank-00000.json", "manifest.json"}) {
     for (const int how : {0, 1, 2, 3}) {
       Saved saved({10, 20, 30});
       for (const std::int64_t step : {20, 30}) {
@@ -214,12 +217,11 @@ TEST(Checkpoint, ADamagedOneIsSetAsideAndTheOneBeforeTaken) {
         if (how == 2) write_bytes(path, "");
         if (how == 3) remove_tree(path);
       }
-      const std::optional<CheckpointFolder::Found> found = saved.folder.newest_valid();
+      const std::optional<CheckpointFolder::Found> found = saved.load_newest();
       ASSERT_TRUE(found);
       EXPECT_EQ(found->path, saved.path(10)) << file << how;
       EXPECT_EQ(saved.names(),
                 (std::vector<std::string>{"step-000000010", "step-000000020.damaged", "step-000000030.damaged"}));
-      load_checkpoint(found->path, saved.model.store);
       Model expected(tiny_config(), Precision::kBf16);
       randomize(expected.store, 10);
       EXPECT_TRUE(bit_equal(saved.model.store, expected.store));
@@ -232,7 +234,7 @@ TEST(Checkpoint, AStepCanBeDamagedTwice) {
   for (int round = 0; round < 3; ++round) {
     saved.save(20);
     flip_bit(saved.path(20) + "/rank-00000.h5", 12345);
-    const std::optional<CheckpointFolder::Found> found = saved.folder.newest_valid();
+    const std::optional<CheckpointFolder::Found> found = saved.load_newest();
     ASSERT_TRUE(found);
     EXPECT_EQ(found->path, saved.path(10));
   }
@@ -243,7 +245,7 @@ TEST(Checkpoint, EveryDamageIsDetected) {
   const Saved saved({10});
   EXPECT_NO_THROW((void)verify_checkpoint(saved.path(10)));
   RandomStream random(4);
-  for (const char* file : {"rank-00000.h5", "manifest.json"}) {
+  for (const char* file : {"rank-00000.h5", "rank-00000.json", "manifest.json"}) {
     const std::string path = saved.path(10) + "/" + file;
     const std::string whole = read_file(path);
     const auto detected = [&](const std::string& what) {
@@ -289,9 +291,16 @@ TEST(Checkpoint, OtherProgramsAndVersionsAreNamed) {
   };
   write_bytes(path, replaced("cram-checkpoint", "some-checkpoint"));
   expect_error(ExitCode::kNoCheckpoint, {"not a cram checkpoint"}, [&] { (void)verify_checkpoint(saved.path(10)); });
-  write_bytes(path, replaced("\"version\": 2", "\"version\": 3"));
-  expect_error(ExitCode::kNoCheckpoint, {"format version 3", "reads 2"},
+  // A newer program's checkpoint is whole: it is refused and stays where it is.
+  std::string newer = replaced("\"version\": 3", "\"version\": 4");
+  nlohmann::json content = nlohmann::json::parse(newer);
+  content.erase("xxh3_128");
+  content["xxh3_128"] = digest_text(content.dump());
+  write_bytes(path, content.dump(1) + "\n");
+  expect_error(ExitCode::kNoCheckpoint, {"format version 4", "reads 2 to 3"},
                [&] { (void)verify_checkpoint(saved.path(10)); });
+  expect_error(ExitCode::kNoCheckpoint, {"format version 4"}, [&] { (void)saved.load_newest(); });
+  EXPECT_EQ(saved.names(), std::vector<std::string>{"step-000000010"});
   for (const char* bad : {"", "{}", "[]", "null", "{\"magic\":5}", "not JSON", "\xff"}) {
     write_bytes(path, bad);
     expect_error(
@@ -304,7 +313,7 @@ TEST(Checkpoint, AllDamagedIsAnErrorThatListsThem) {
   for (const std::int64_t step : {10, 20}) flip_bit(saved.path(step) + "/rank-00000.h5", 9999);
   const std::vector<std::string> before = saved.names();
   expect_error(ExitCode::kNoCheckpoint, {saved.path(10), saved.path(20), "2 committed", "--fresh"},
-               [&] { (void)saved.folder.newest_valid(); });
+               [&] { (void)saved.load_newest(); });
   EXPECT_EQ(saved.names(), before) << "nothing may be moved when nothing is valid";
 }
 
@@ -317,7 +326,7 @@ TEST(Checkpoint, AFullDiskLeavesTheOldOnesAndNoHalfFolder) {
           ExitCode::kCheckpointStorage, {"step-000000020"}, [&] { saved.save(20, 1); }, concat(room, " bytes"));
     }
     EXPECT_EQ(saved.names(), std::vector<std::string>{"step-000000010"}) << room;
-    EXPECT_EQ(saved.folder.newest_valid()->path, saved.path(10));
+    EXPECT_EQ(saved.load_newest()->path, saved.path(10));
   }
   // Room for the tensors, not for the manifest: it is larger than the limit only when the settings are.
   {

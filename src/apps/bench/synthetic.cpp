@@ -15,7 +15,7 @@ RunDescription resolve_synthetic(const BenchContext& context, const Layout& layo
         4 * layout.data * config.train.micro_batch_size * (config.parallel.virtual_stages > 1 ? layout.pipeline : 1);
   }
   const DataShape shape{config.model.vocab_size > 0 ? config.model.vocab_size : 32768,
-                        config.model.seq_length > 0 ? config.model.seq_length : 128};
+                        config.model.seq_length > 0 ? config.model.seq_length : 128, "", ""};
   RunDescription run = resolve_run(config, layout, shape, machine_place(context.launch), context.world);
   use_device(run.device);
   return run;

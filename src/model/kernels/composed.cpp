@@ -18,6 +18,9 @@ at::Tensor weight_for(const at::Tensor& x, const at::Tensor& weight) {
 // Rows of logits that are widened to fp32 at a time: bounds the temporary at V = 32768 to 32 MB.
 constexpr std::int64_t kLossBlockElements = 8 << 20;
 
+// Rows of a norm's gradient that are widened to fp32 at a time.
+constexpr std::int64_t kNormBlockRows = 1024;
+
 }  // namespace
 
 NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
@@ -28,10 +31,26 @@ NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::T
 at::Tensor layer_norm_backward(const at::Tensor& dy, const at::Tensor& x, const NormOutput& saved,
                                const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& weight_grad,
                                const at::Tensor& bias_grad, const at::Tensor& residual) {
+  // ATen's CPU code adds the gradients of weight and bias up in the input's format: in bf16 the sum over hundreds of
+  // rows stops growing (errors of 20% were measured at 1,024 rows).
+  const bool wide = x.scalar_type() == weight_grad.scalar_type();
   auto [dx, dweight, dbias] = at::native_layer_norm_backward(
-      dy, x, {x.size(-1)}, saved.mean, saved.rstd, weight_for(x, weight), weight_for(x, bias), {true, true, true});
-  weight_grad.add_(dweight);
-  bias_grad.add_(dbias);
+      dy, x, {x.size(-1)}, saved.mean, saved.rstd, weight_for(x, weight), weight_for(x, bias), {true, wide, wide});
+  if (wide) {
+    weight_grad.add_(dweight);
+    bias_grad.add_(dbias);
+  } else {
+    const auto type = weight_grad.scalar_type();
+    for (std::int64_t first = 0; first < x.size(0); first += kNormBlockRows) {
+      const std::int64_t rows = std::min(kNormBlockRows, x.size(0) - first);
+      const auto block = [&](const at::Tensor& whole) { return whole.narrow(0, first, rows).to(type); };
+      const at::Tensor dy_rows = block(dy);
+      bias_grad.add_(dy_rows.sum(0));
+      const at::Tensor normed =
+          block(x).sub_(block(saved.mean).view({rows, 1})).mul_(block(saved.rstd).view({rows, 1}));
+      weight_grad.add_(normed.mul_(dy_rows).sum(0));
+    }
+  }
   return residual.defined() ? dx.add_(residual) : dx;
 }
 
