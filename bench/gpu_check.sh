@@ -284,13 +284,13 @@ gtest() {
   left_out=$(sed -n 's/^\[  SKIPPED \] \([0-9]*\) test.*/\1/p' "$last_log")
   detail="$(basename "$2"): ${passed:-0} passed${left_out:+, $left_out skipped}"
   [ "${passed:-0}" -gt 0 ] || { detail+=": expected at least one test to run"; return 1; }
-  [ -z "$left_out" ] || [ $device = cpu ] || [ "$2" = tests/test_fused_kernels ] || { detail+=": expected none to be skipped on a GPU"; return 1; }
+  [ -z "$left_out" ] || [ $device = cpu ] || [ "$2" = tests/fused_kernels_test ] || { detail+=": expected none to be skipped on a GPU"; return 1; }
 }
 
 oracles_row() {
   local program all="" of_gpu=""
-  if [ $device = cuda ]; then of_gpu="test_cuda_kernels test_cuda_step"; fi
-  for program in $of_gpu test_fused_kernels test_kernels; do
+  if [ $device = cuda ]; then of_gpu="cuda_kernels_test cuda_step_test"; fi
+  for program in $of_gpu fused_kernels_test kernels_test; do
     # Fused kernels of the CPU skip what its instruction set does not have, on any machine.
     gtest "$program" "tests/$program" || return 1
     all+="${all:+; }$detail"

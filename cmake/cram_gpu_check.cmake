@@ -19,7 +19,7 @@ endif()
 
 set(programs cram_train_program cram_bench_program cram_data_program)
 # (The CPU's kernel tests as well: a rehearsal without a GPU skips those of the GPU.)
-set(tests test_cuda_kernels test_cuda_step test_fused_kernels test_kernels device_parity_test training_layouts_test nccl_test)
+set(tests cuda_kernels_test cuda_step_test fused_kernels_test kernels_test device_parity_test training_layouts_test nccl_test)
 set_target_properties(${programs} ${tests} PROPERTIES INSTALL_RPATH "$ORIGIN/../lib")
 
 install(TARGETS ${programs} RUNTIME_DEPENDENCY_SET cram_gpu_check

@@ -74,8 +74,5 @@ stage "done"
 echo "corpus as rows   $shards"
 echo "vocabulary       $tokenizer"
 echo "the run          $run (config.toml, metrics.jsonl, logs/, checkpoints/)"
-if [ -x build/bin/cram_fill ]; then
-  echo "fill a gap with  build/bin/cram_fill --checkpoint $run \"the president of the united [MASK] .\""
-fi
 echo "train longer     launch/quickstart.sh --budget 10m"
 echo "run the tests    launch/test.sh"

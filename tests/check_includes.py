@@ -13,9 +13,10 @@ ALLOWED = {
     "data": {"base"},
     "parallel": {"base"},
     "model": {"parallel", "base"},
-    "train": {"data", "parallel", "model", "base"},
-    "eval": {"train", "data", "parallel", "model", "base"},
-    "apps": {"base", "data", "parallel", "model", "train", "eval"},
+    "run": {"parallel", "model", "base"},
+    "train": {"run", "data", "parallel", "model", "base"},
+    "eval": {"run", "train", "data", "parallel", "model", "base"},
+    "apps": {"base", "data", "parallel", "model", "run", "train", "eval"},
 }
 # Outside src/ everything may be included except another program.
 TOP_FOLDERS = ("src", "tests", "bench")

@@ -4,7 +4,6 @@
 #include "apps/bench/bench.h"
 #include "apps/program.h"
 #include "base/log.h"
-#include "base/version.h"
 #include "parallel/mpi_environment.h"
 #include "train/cpu_memory.h"
 
@@ -40,14 +39,7 @@ int run(int argc, char** argv) {
   Config config;
   OptionTable options;
   add_train_options(options, config);
-  if (command.has("help")) {
-    std::fputs(command.help("cram_bench NAME [section.key=value ...]", help_of_benches()).c_str(), stdout);
-    return 0;
-  }
-  if (command.has("version")) {
-    std::puts(version_line("cram_bench").c_str());
-    return 0;
-  }
+  if (command.answered("cram_bench NAME [section.key=value ...]", help_of_benches())) return 0;
   CRAM_CHECK(!command.arguments().empty(), ExitCode::kUsage, "which measurement?\n", help_of_benches());
   const std::string& name = command.arguments()[0];
   const Bench* chosen = nullptr;
@@ -68,8 +60,7 @@ int run(int argc, char** argv) {
   CRAM_CHECK(paths.size() == chosen->paths, ExitCode::kUsage, "cram_bench ", name, " takes ", chosen->paths,
              " names besides section.key=value, got ", paths.size(),
              paths.size() > chosen->paths ? concat(": ", paths.back()) : "");
-  const double measure_s =
-      command.has("seconds") ? parse_double(command.value("seconds"), "--seconds") : BenchContext::kMeasure_s;
+  const double measure_s = command.number("seconds", BenchContext::kMeasure_s);
   CRAM_CHECK(measure_s > 0 && measure_s <= BenchContext::kLongest_s, ExitCode::kUsage, "--seconds ", measure_s,
              ": expected more than 0 and at most ", BenchContext::kLongest_s);
   CRAM_CHECK(!command.has("seconds") || chosen->takes_seconds, ExitCode::kUsage, "cram_bench ", name,

@@ -5,8 +5,7 @@
 #include <string>
 
 #include "apps/program.h"
-#include "base/options.h"
-#include "base/version.h"
+#include "base/check.h"
 #include "eval/export.h"
 
 namespace {
@@ -21,30 +20,19 @@ int run(int argc, char** argv) {
        {"shards", "prepared folder for --sample; default: the one the run was trained on", true}},
       argc, argv);
   const std::string usage = "cram_export --checkpoint PATH --output DIR [--format NAME] [--sample N]";
-  if (command.has("help")) {
-    std::string formats = "formats:\n";
-    for (const cram::ExportFormat& format : cram::export_formats().rows()) {
-      formats += "  " + format.name + ": " + format.help + "\n";
-    }
-    std::fputs(command.help(usage, formats).c_str(), stdout);
-    return 0;
+  std::string formats = "formats:\n";
+  for (const cram::ExportFormat& format : cram::export_formats().rows()) {
+    formats += "  " + format.name + ": " + format.help + "\n";
   }
-  if (command.has("version")) {
-    std::puts(cram::version_line("cram_export").c_str());
-    return 0;
-  }
-  constexpr cram::ExitCode kUsage = cram::ExitCode::kUsage;
-  CRAM_CHECK(command.arguments().empty(), kUsage, "unexpected argument ", command.arguments().front(),
+  if (command.answered(usage, formats)) return 0;
+  CRAM_CHECK(command.arguments().empty(), cram::ExitCode::kUsage, "unexpected argument ", command.arguments().front(),
              "; usage: ", usage);
-  for (const char* needed : {"checkpoint", "output"}) {
-    CRAM_CHECK(command.has(needed), kUsage, "--", needed, " is missing; usage: ", usage);
-  }
   const at::NoGradGuard no_grad;
-  cram::ExportRequest request{.checkpoint = command.value("checkpoint"),
-                              .output = command.value("output"),
+  cram::ExportRequest request{.checkpoint = command.required("checkpoint"),
+                              .output = command.required("output"),
                               .format = command.value("format", "cramming"),
                               .shards = command.value("shards")};
-  if (command.has("sample")) request.sample_rows = cram::parse_integer(command.value("sample"), "--sample");
+  if (command.has("sample")) request.sample_rows = command.integer("sample", 0);
   cram::export_model(request);
   return 0;
 }

@@ -11,10 +11,9 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "base/options.h"
-#include "base/version.h"
 #include "parallel/mpi_environment.h"
+#include "run/signals.h"
 #include "train/cpu_memory.h"
-#include "train/signals.h"
 
 namespace {
 
@@ -60,16 +59,8 @@ int run(int argc, char** argv) {
   if (command.has("help") || command.has("version") || command.has("print-config")) {
     if (launch.rank > 0) return 0;  // once is enough
   }
-  if (command.has("help")) {
-    std::fputs(command
-                   .help("cram_train [--config FILE] [section.key=value ...]",
-                         "options (default; TOML sections and keys are the same):\n" + options.help_text())
-                   .c_str(),
-               stdout);
-    return 0;
-  }
-  if (command.has("version")) {
-    std::puts(cram::version_line("cram_train").c_str());
+  if (command.answered("cram_train [--config FILE] [section.key=value ...]",
+                       "options (default; TOML sections and keys are the same):\n" + options.help_text())) {
     return 0;
   }
   if (command.has("config")) options.load_toml_file(command.value("config"));
@@ -77,7 +68,7 @@ int run(int argc, char** argv) {
   for (const std::string& assignment : command.arguments()) options.apply_override(assignment);
   CRAM_CHECK(!command.has("ranks") || command.has("dry-run"), cram::ExitCode::kUsage,
              "--ranks only plans: add --dry-run, or start that many ranks with mpirun -n ", command.value("ranks"));
-  const std::int64_t planned = command.has("ranks") ? cram::parse_integer(command.value("ranks"), "--ranks") : 0;
+  const std::int64_t planned = command.integer("ranks", 0);
   CRAM_CHECK(!command.has("ranks") || (planned >= 1 && planned <= 1'000'000), cram::ExitCode::kUsage, "--ranks ",
              planned, ": expected 1 to 1000000");
 

@@ -10,7 +10,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
-#include "train/metrics.h"
+#include "run/metrics.h"
 #include "train/micro_batch_search.h"
 #include "train/run_plan.h"
 #include "train/synthetic_batches.h"

@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "parallel/mesh.h"
+#include "run/signals.h"
 #include "train/run_description.h"
-#include "train/signals.h"
 
 namespace cram {
 

@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "base/options.h"
+#include "base/version.h"
 
 namespace cram {
 namespace {
@@ -59,7 +60,7 @@ int guarded_main(const std::string& program, const std::function<int()>& body, c
 }
 
 CommandLine::CommandLine(const std::string& program, std::vector<Flag> flags, int argc, char** argv)
-    : flags_(std::move(flags)) {
+    : program_(program), flags_(std::move(flags)) {
   flags_.insert(flags_.begin(), {{"help", "show this text"}, {"version", "show the version"}});
   cxxopts::Options options(program);
   options.allow_unrecognised_options();
@@ -98,13 +99,41 @@ std::string CommandLine::value(const std::string& flag, const std::string& other
   return found == given_.rend() ? otherwise : found->second;
 }
 
-std::string CommandLine::help(const std::string& usage, const std::string& more) const {
-  std::string text = "usage: " + usage + "\n\n";
-  for (const Flag& flag : flags_) {
-    const std::string left = "  --" + flag.name + (flag.takes_value ? " VALUE" : "");
-    text += left + std::string(left.size() < 28 ? 28 - left.size() : 1, ' ') + flag.help + "\n";
+std::vector<std::string> CommandLine::values(const std::string& flag) const {
+  std::vector<std::string> all;
+  for (const auto& [name, value] : given_) {
+    if (name == flag) all.push_back(value);
   }
-  return text + (more.empty() ? "" : "\n" + more);
+  return all;
+}
+
+std::string CommandLine::required(const std::string& flag) const {
+  CRAM_CHECK(has(flag), ExitCode::kUsage, "--", flag, " is missing (--help lists all)");
+  CRAM_CHECK(!value(flag).empty(), ExitCode::kUsage, "--", flag, " is empty");
+  return value(flag);
+}
+
+std::int64_t CommandLine::integer(const std::string& flag, std::int64_t otherwise) const {
+  return has(flag) ? parse_integer(value(flag), "--" + flag) : otherwise;
+}
+
+double CommandLine::number(const std::string& flag, double otherwise) const {
+  return has(flag) ? parse_double(value(flag), "--" + flag) : otherwise;
+}
+
+bool CommandLine::answered(const std::string& usage, const std::string& more) const {
+  if (has("help")) {
+    std::string text = "usage: " + usage + "\n\n";
+    for (const Flag& flag : flags_) {
+      const std::string left = "  --" + flag.name + (flag.takes_value ? " VALUE" : "");
+      text += left + std::string(left.size() < 28 ? 28 - left.size() : 1, ' ') + flag.help + "\n";
+    }
+    std::cout << text << (more.empty() ? "" : "\n" + more);
+    return true;
+  }
+  if (!has("version")) return false;
+  std::cout << version_line(program_.substr(0, program_.find(' '))) << "\n";
+  return true;
 }
 
 }  // namespace cram

@@ -33,12 +33,21 @@ class CommandLine {
   [[nodiscard]] bool has(const std::string& flag) const;
   /// The flag's value, the last one when repeated, or `otherwise`.
   [[nodiscard]] std::string value(const std::string& flag, const std::string& otherwise = "") const;
+  /// All values of a repeated flag.
+  [[nodiscard]] std::vector<std::string> values(const std::string& flag) const;
+  /// The flag's value; Error(kUsage) when it is missing or empty.
+  [[nodiscard]] std::string required(const std::string& flag) const;
+  /// The flag's value as a number, or `otherwise`; Error(kUsage) naming the flag for anything else.
+  [[nodiscard]] std::int64_t integer(const std::string& flag, std::int64_t otherwise) const;
+  [[nodiscard]] double number(const std::string& flag, double otherwise) const;
   [[nodiscard]] const std::vector<std::string>& arguments() const { return arguments_; }
 
-  /// Usage line, flags, then `more`.
-  [[nodiscard]] std::string help(const std::string& usage, const std::string& more) const;
+  /// Answers --help (usage line, flags, then `more`) or --version on stdout; false when neither was given. The first
+  /// thing that a program does with its command line.
+  [[nodiscard]] bool answered(const std::string& usage, const std::string& more) const;
 
  private:
+  std::string program_;
   std::vector<Flag> flags_;
   std::vector<std::pair<std::string, std::string>> given_;
   std::vector<std::string> arguments_;

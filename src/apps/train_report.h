@@ -7,8 +7,8 @@
 #include "data/shard_set.h"
 #include "data/tokenizer.h"
 #include "parallel/launch.h"
+#include "run/metrics.h"
 #include "train/forward_pass.h"
-#include "train/metrics.h"
 #include "train/run_description.h"
 
 namespace cram {

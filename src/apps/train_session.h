@@ -8,7 +8,7 @@
 #include "parallel/communicator.h"
 #include "parallel/launch.h"
 #include "parallel/watchdog.h"
-#include "train/signals.h"
+#include "run/signals.h"
 #include "train/train_config.h"
 
 namespace cram {

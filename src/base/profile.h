@@ -1,7 +1,7 @@
 // Where the time goes: sections that add up, measured only while somebody listens.
 //
 // A listener is installed for the calling thread by a scope; without one a section costs one look at a thread-local
-// pointer. Sections do not nest: the inner ones of a model are leaves.
+// pointer. A section inside another counts in both: add up leaves only.
 #pragma once
 
 #include <array>

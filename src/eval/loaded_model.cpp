@@ -49,7 +49,7 @@ LoadedModel load_model(const std::string& checkpoint, Precision precision, at::D
   for (const std::string& step : steps_of(checkpoint)) {
     try {
       model.origin = step;
-      model.info = read_manifest(step).info;
+      model.info = read_checkpoint_manifest(step).info;
       OptionTable table;
       model.config = ModelConfig();
       add_model_options(table, model.config);

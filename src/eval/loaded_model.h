@@ -6,7 +6,7 @@
 #include <string>
 
 #include "model/model.h"
-#include "train/checkpoint.h"
+#include "run/checkpoint.h"
 
 namespace cram {
 

@@ -6,7 +6,7 @@
 #include "data/shard_set.h"
 #include "model/model.h"
 #include "parallel/mesh.h"
-#include "train/metrics.h"
+#include "run/metrics.h"
 
 namespace cram {
 

@@ -317,6 +317,45 @@ void ParameterStore::refresh_working() {
   }
 }
 
+namespace {
+
+// Every rank's owned slices of a buffer, in place.
+void gather_slices(const FlatBuffers& b, Communicator& data, std::vector<Work>& pending) {
+  for (const Bucket& bucket : b.buckets) {
+    pending.push_back(data.all_gather_async(b.working.narrow(0, bucket.begin, bucket.numel()),
+                                            b.working.narrow(0, bucket.own_begin, bucket.owned())));
+  }
+}
+
+// The same of whole matrices, whose parts are of unequal size: each rank sends its own to all others.
+void gather_matrices(const FlatBuffers& b, Communicator& data) {
+  std::vector<Message> sends, receives;
+  const OwnedPart& own = b.parts[0];
+  for (int peer = 0; peer < data.size(); ++peer) {
+    if (peer == data.rank()) continue;
+    const OwnedPart theirs = b.part_of_rank[static_cast<std::size_t>(peer)];
+    if (own.numel() > 0) sends.push_back({peer, b.working.narrow(0, own.begin, own.numel()), 0});
+    if (theirs.numel() > 0) receives.push_back({peer, b.working.narrow(0, theirs.begin, theirs.numel()), 0});
+  }
+  data.exchange_(sends, receives);
+}
+
+}  // namespace
+
+void ParameterStore::gather_working(Communicator& data) {
+  std::vector<Work> gathering;
+  for (const FlatBuffers& b : buffers_) {
+    if (!b.shared_out) continue;
+    if (b.traits.whole_matrices) {
+      gather_matrices(b, data);
+    } else {
+      gather_slices(b, data, gathering);
+    }
+  }
+  for (Work& work : gathering) work.wait();
+  weights_written();
+}
+
 void ParameterStore::zero_grad() {
   for (const FlatBuffers& b : buffers_) b.grad.zero_();
 }

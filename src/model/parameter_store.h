@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "parallel/buckets.h"
+#include "parallel/communicator.h"
 
 namespace cram {
 
@@ -181,6 +182,10 @@ class ParameterStore {
   [[nodiscard]] const std::vector<FlatBuffers>& buffers() const { return buffers_; }
   [[nodiscard]] Precision precision() const { return precision_; }
   [[nodiscard]] at::Device device() const { return device_; }
+
+  /// Completes the working weights of every data rank from the parts that each has made of its masters. Collective over
+  /// `data`, the ranks of the partition.
+  void gather_working(Communicator& data);
 
   void zero_grad();
   /// Must be called by whoever has written working weights without ATen operators (an optimizer's kernel, a

@@ -153,11 +153,6 @@ class Communicator {
 /// A place in a group that does not exist: for planning what a rank would hold. Every operation is refused.
 [[nodiscard]] std::unique_ptr<Communicator> make_planned_communicator(int rank, int size, const std::string& name);
 
-/// `size` ranks that are threads of this process, one object each; for tests of multi-rank code, on tensors of a CPU or
-/// of one GPU that all ranks share. Reductions run in rank order. A rank that is destroyed while others wait for it
-/// makes their operations throw Error(kPeerLost).
-[[nodiscard]] std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size);
-
 /// MPI_COMM_WORLD, for CPU tensors; needs an MpiEnvironment that outlives it. bf16 is reduced by an operation of our
 /// own (Open MPI has none); counts beyond an int are cut into pieces.
 [[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator();

@@ -21,9 +21,6 @@ struct WatchdogSettings {
   int world_size = 1;
   double timeout_s = 100;        ///< an operation is overdue after this and 5 median steps
   double quiet_timeout_s = 600;  ///< the same while starting, saving, evaluating: one rank may work alone then
-  /// A folder that all ranks see, for the roll call: which ranks are stuck as well and which have not said so. Empty:
-  /// none.
-  std::string roll_call_folder;
   /// True once the job is being ended from outside (a rank died, mpirun stops the others): what this rank waits for is
   /// written once, before it is killed.
   std::function<bool()> ending;

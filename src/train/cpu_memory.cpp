@@ -5,6 +5,7 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <map>
@@ -61,6 +62,11 @@ class CpuMemory final : public c10::Allocator {
     return counts_;
   }
 
+  void reset_peak() {
+    const std::lock_guard lock(mutex_);
+    counts_.peak_bytes_in_use = counts_.bytes_in_use;
+  }
+
  private:
   static void release(void* data);
 
@@ -68,6 +74,8 @@ class CpuMemory final : public c10::Allocator {
     {
       const std::lock_guard lock(mutex_);
       ++counts_.blocks_given;
+      counts_.bytes_in_use += static_cast<std::int64_t>(size_class);
+      counts_.peak_bytes_in_use = std::max(counts_.peak_bytes_in_use, counts_.bytes_in_use);
       std::vector<void*>& free = free_[size_class];
       if (!free.empty()) {
         void* data = free.back();
@@ -97,6 +105,7 @@ class CpuMemory final : public c10::Allocator {
   void give_back(void* data) {
     const std::size_t size_class = reinterpret_cast<Header*>(static_cast<char*>(data) - kHeader)->size_class;
     const std::lock_guard lock(mutex_);
+    counts_.bytes_in_use -= static_cast<std::int64_t>(size_class);
     free_[size_class].push_back(data);
   }
 
@@ -122,6 +131,10 @@ void install_cpu_memory() {
 
 void return_cpu_memory() {
   if (g_installed != nullptr) g_installed->return_free_blocks();
+}
+
+void reset_cpu_memory_peak() {
+  if (g_installed != nullptr) g_installed->reset_peak();
 }
 
 CpuMemoryCounts cpu_memory_counts() { return g_installed == nullptr ? CpuMemoryCounts{} : g_installed->counts(); }

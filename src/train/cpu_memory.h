@@ -18,8 +18,12 @@ struct CpuMemoryCounts {
   std::int64_t blocks_from_system = 0;  ///< so far
   std::int64_t bytes_from_system = 0;
   std::int64_t blocks_given = 0;
+  std::int64_t bytes_in_use = 0;       ///< of tensors that are alive now, rounded up to blocks
+  std::int64_t peak_bytes_in_use = 0;  ///< the most since the start or `reset_cpu_memory_peak`
 };
 /// Zeros when it is not installed.
 [[nodiscard]] CpuMemoryCounts cpu_memory_counts();
+/// What is in use now is the most so far.
+void reset_cpu_memory_peak();
 
 }  // namespace cram

@@ -32,42 +32,7 @@ void add_owned_pieces(const ParameterStore& store, std::size_t index, std::vecto
   }
 }
 
-// Every rank's owned slices of a buffer, in place.
-void gather_slices(const FlatBuffers& b, Communicator& data, std::vector<Work>& pending) {
-  for (const Bucket& bucket : b.buckets) {
-    pending.push_back(data.all_gather_async(b.working.narrow(0, bucket.begin, bucket.numel()),
-                                            b.working.narrow(0, bucket.own_begin, bucket.owned())));
-  }
-}
-
-// The same of whole matrices, whose parts are of unequal size: each rank sends its own to all others.
-void gather_matrices(const FlatBuffers& b, Communicator& data) {
-  std::vector<Message> sends, receives;
-  const OwnedPart& own = b.parts[0];
-  for (int peer = 0; peer < data.size(); ++peer) {
-    if (peer == data.rank()) continue;
-    const OwnedPart theirs = b.part_of_rank[static_cast<std::size_t>(peer)];
-    if (own.numel() > 0) sends.push_back({peer, b.working.narrow(0, own.begin, own.numel()), 0});
-    if (theirs.numel() > 0) receives.push_back({peer, b.working.narrow(0, theirs.begin, theirs.numel()), 0});
-  }
-  data.exchange_(sends, receives);
-}
-
 }  // namespace
-
-void gather_working_weights(ParameterStore& store, Communicator& data) {
-  std::vector<Work> gathering;
-  for (const FlatBuffers& b : store.buffers()) {
-    if (!b.shared_out) continue;
-    if (b.traits.whole_matrices) {
-      gather_matrices(b, data);
-    } else {
-      gather_slices(b, data, gathering);
-    }
-  }
-  for (Work& work : gathering) work.wait();
-  store.weights_written();
-}
 
 Table<OptimizerRow>& optimizers() {
   static Table<OptimizerRow> table("optimizer", {adamw_row()});
@@ -110,7 +75,7 @@ void Optimizer::update(const Update& update) {
   for (const FlatBuffers& b : store_.buffers()) {
     if (b.shared_out) b.grad.zero_();  // the update cleared the owned sums only
   }
-  gather_working_weights(store_, mesh_.data());
+  store_.gather_working(mesh_.data());
 }
 
 }  // namespace cram

@@ -39,10 +39,6 @@ struct UpdatePiece {
   std::vector<ParamId> parameters = {};
 };
 
-/// Completes the working weights of every data rank from the parts that each has made of its masters. Collective over
-/// the data group.
-void gather_working_weights(ParameterStore& store, Communicator& data);
-
 class UpdateRule {
  public:
   virtual ~UpdateRule() = default;

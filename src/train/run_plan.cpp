@@ -9,7 +9,7 @@
 #include "base/check.h"
 #include "model/model.h"
 #include "parallel/pipeline_plan.h"
-#include "train/metrics.h"
+#include "run/metrics.h"
 #include "train/micro_steps.h"
 #include "train/optimizer.h"
 

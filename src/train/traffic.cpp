@@ -34,7 +34,7 @@ void TrafficMeter::end_step(std::int64_t batch_size) {
   add(planned_, plan->second);
 }
 
-TrafficMeter::Totals TrafficMeter::totals() const {
+TrafficTotals TrafficMeter::totals() const {
   const at::Tensor sums = at::tensor({sent_.tensor, sent_.pipeline, sent_.data, sent_.tied}, at::kDouble);
   mesh_.world().all_reduce_(sums);
   const auto* values = sums.const_data_ptr<double>();

@@ -5,20 +5,10 @@
 #include <map>
 
 #include "parallel/mesh.h"
+#include "run/metrics.h"
 #include "train/train_config.h"
 
 namespace cram {
-
-/// Bytes that all ranks together send, counted as CommunicationTrace counts them.
-struct Traffic {
-  double tensor =
-      0;  ///< two sums forward and two backward a layer, embedding, head, loss, gradients of shared rows, ids
-  double pipeline = 0;  ///< activations and their gradients between stages
-  double data = 0;      ///< gradients, and weights under ZeRO
-  double tied = 0;      ///< gradient of the embedding that two stages hold
-
-  [[nodiscard]] double total() const { return tensor + pipeline + data + tied; }
-};
 
 /// Counts what the mesh's groups send in steps (not in evaluations and saves), beside what the formulas say.
 class TrafficMeter {
@@ -30,11 +20,8 @@ class TrafficMeter {
   void begin_step();
   void end_step(std::int64_t batch_size);
 
-  struct Totals {
-    Traffic sent, planned;
-  };
   /// Of all ranks since the start. Collective over the world.
-  [[nodiscard]] Totals totals() const;
+  [[nodiscard]] TrafficTotals totals() const;
 
  private:
   const Mesh& mesh_;

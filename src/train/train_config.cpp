@@ -4,7 +4,7 @@
 
 #include "data/masking.h"
 #include "model/objective.h"
-#include "train/budget_clock.h"
+#include "run/budget_clock.h"
 #include "train/optimizer.h"
 #include "train/schedules.h"
 

@@ -8,12 +8,12 @@
 
 #include "data/batch_source.h"
 #include "parallel/mesh.h"
-#include "train/checkpoint.h"
-#include "train/interval.h"
-#include "train/metrics.h"
+#include "run/checkpoint.h"
+#include "run/interval.h"
+#include "run/metrics.h"
+#include "run/run_folder.h"
+#include "run/signals.h"
 #include "train/run_description.h"
-#include "train/run_folder.h"
-#include "train/signals.h"
 #include "train/traffic.h"
 #include "train/training_step.h"
 

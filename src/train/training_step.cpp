@@ -8,7 +8,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "parallel/agreement.h"
-#include "train/signals.h"
+#include "run/signals.h"
 
 namespace cram {
 namespace {

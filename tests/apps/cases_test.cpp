@@ -20,7 +20,7 @@ void expect_refused(int code, const std::vector<std::string>& words, const Progr
     EXPECT_TRUE(contains(result.out, word)) << word << " is missing in: " << result.out;
 }
 
-TEST(Case06, BadOptionsAreNamedAndNothingIsWritten) {
+TEST(Options, BadOptionsAreNamedAndNothingIsWritten) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   { std::ofstream(out / "bad.toml") << "[optim]\nlerning_rate = 0.001\n"; }
@@ -39,7 +39,7 @@ TEST(Case06, BadOptionsAreNamedAndNothingIsWritten) {
   EXPECT_FALSE(std::filesystem::exists(out / "r"));
 }
 
-TEST(Case07, VocabularyMismatchNamesBothSizes) {
+TEST(Shapes, VocabularyMismatchNamesBothSizes) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   const ProgramResult result =
@@ -48,7 +48,7 @@ TEST(Case07, VocabularyMismatchNamesBothSizes) {
   EXPECT_FALSE(std::filesystem::exists(out / "r"));
 }
 
-TEST(Case08, LockedAndReadOnlyShardsTrainTwiceAtOnce) {
+TEST(SharedFolders, LockedAndReadOnlyShardsTrainTwiceAtOnce) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   std::vector<int> locks;
@@ -69,7 +69,7 @@ TEST(Case08, LockedAndReadOnlyShardsTrainTwiceAtOnce) {
   EXPECT_EQ(loss_log(out / "a"), loss_log(out / "b"));
 }
 
-TEST(Case08, TwoRunsInOneFolderAreToldApart) {
+TEST(SharedFolders, TwoRunsInOneFolderAreToldApart) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   const std::vector<std::string> argv = tiny_train(out / "r", {"train.budget=100000steps", "log.every=1steps"});
@@ -80,7 +80,7 @@ TEST(Case08, TwoRunsInOneFolderAreToldApart) {
   EXPECT_EQ(first.wait(30).exit_code, 75);
 }
 
-TEST(Case09, WallBudgetEndsAfterTheStepInFlight) {
+TEST(Budget, WallBudgetEndsAfterTheStepInFlight) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   const double budget_s = 6;  // the report has 60; the rule is the same
@@ -102,9 +102,9 @@ TEST(Case09, WallBudgetEndsAfterTheStepInFlight) {
   }
 }
 
-class Case10 : public testing::TestWithParam<int> {};
+class StopSignal : public testing::TestWithParam<int> {};
 
-TEST_P(Case10, SignalSavesAndTheSameCommandGoesOn) {
+TEST_P(StopSignal, SignalSavesAndTheSameCommandGoesOn) {
   const std::string where = tiny_corpus();
   const TemporaryFolder out;
   const std::vector<std::string> argv = tiny_train(out / "r", {"train.budget=100000steps", "log.every=1steps"});
@@ -130,11 +130,11 @@ TEST_P(Case10, SignalSavesAndTheSameCommandGoesOn) {
   EXPECT_EQ(last.at("attempt"), 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Signals, Case10, testing::Values(SIGTERM, SIGINT, SIGUSR1), [](const auto& parameter) {
+INSTANTIATE_TEST_SUITE_P(Signals, StopSignal, testing::Values(SIGTERM, SIGINT, SIGUSR1), [](const auto& parameter) {
   return std::string(parameter.param == SIGTERM ? "TERM" : parameter.param == SIGINT ? "INT" : "USR1");
 });
 
-TEST(Case11, FullDiskKeepsEarlierCheckpointsAndIsNoSuccess) {
+TEST(Storage, FullDiskKeepsEarlierCheckpointsAndIsNoSuccess) {
   if (::geteuid() != 0) GTEST_SKIP() << "mounting a small disk needs root";
   const std::string where = tiny_corpus();
   const TemporaryFolder out;

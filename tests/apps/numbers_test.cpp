@@ -16,10 +16,10 @@ std::string step_folder(const std::string& run, std::int64_t step) {
 
 // sqrt of the sum of squares of the first moments of every parameter.
 double moment_norm(const std::string& folder) {
-  const nlohmann::json manifest = nlohmann::json::parse(std::ifstream(folder + "/manifest.json"));
+  const nlohmann::json index = nlohmann::json::parse(std::ifstream(folder + "/rank-00000.json"));
   const ArrayFileReader reader(folder + "/rank-00000.h5", ExitCode::kOther);
   double sum = 0;
-  for (const nlohmann::json& parameter : manifest.at("files").at(0).at("tensors")) {
+  for (const nlohmann::json& parameter : index.at("arrays")) {
     const std::string path = "/exp_avg/" + parameter.at("name").get<std::string>();
     const ArrayInfo info = reader.info(path);
     std::size_t count = 1;

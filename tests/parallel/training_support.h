@@ -19,9 +19,9 @@
 
 #include "base/rng.h"
 #include "parallel/communicator_suite.h"
+#include "run/checkpoint.h"
 #include "support/golden.h"
 #include "support/thread_ranks.h"
-#include "train/checkpoint.h"
 #include "train/replicas.h"
 #include "train/training_step.h"
 

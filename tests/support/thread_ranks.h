@@ -9,6 +9,15 @@
 
 #include "parallel/communicator.h"
 
+namespace cram {
+
+/// `size` ranks that are threads of this process, one object each; for tests of multi-rank code, on tensors of a CPU or
+/// of one GPU that all ranks share. Reductions run in rank order. A rank that is destroyed while others wait for it
+/// makes their operations throw Error(kPeerLost).
+[[nodiscard]] std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size);
+
+}  // namespace cram
+
 namespace cram::test {
 
 /// Runs `body` on `size` threads with a communicator each. A rank that throws drops its communicator, so that the

@@ -6,10 +6,10 @@
 #include <filesystem>
 #include <fstream>
 
+#include "run/run_folder.h"
 #include "support/expect_error.h"
 #include "support/temporary_folder.h"
 #include "support/thread_ranks.h"
-#include "train/run_folder.h"
 
 namespace cram::test {
 namespace {

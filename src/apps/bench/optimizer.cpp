@@ -9,7 +9,7 @@
 #include "apps/bench/bench.h"
 #include "apps/bench/synthetic.h"
 #include "base/log.h"
-#include "train/metrics.h"
+#include "run/metrics.h"
 #include "train/training_step.h"
 
 namespace cram {

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "parallel/mesh.h"
-#include "train/checkpoint_format.h"
+#include "run/checkpoint_format.h"
 
 namespace cram {
 

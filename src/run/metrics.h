@@ -7,9 +7,8 @@
 #include <optional>
 #include <string>
 
-#include "train/budget_clock.h"
-#include "train/tensorboard.h"
-#include "train/traffic.h"
+#include "run/budget_clock.h"
+#include "run/tensorboard.h"
 
 namespace cram {
 
@@ -32,13 +31,28 @@ struct EvalRecord {
   std::int64_t masked = 0;
 };
 
+/// Bytes that all ranks together send, counted as CommunicationTrace counts them.
+struct Traffic {
+  /// Two sums forward and two backward a layer, embedding, head, loss, gradients of shared rows, ids.
+  double tensor = 0;
+  double pipeline = 0;  ///< activations and their gradients between stages
+  double data = 0;      ///< gradients, and weights under ZeRO
+  double tied = 0;      ///< gradient of the embedding that two stages hold
+
+  [[nodiscard]] double total() const { return tensor + pipeline + data + tied; }
+};
+
+struct TrafficTotals {
+  Traffic sent, planned;
+};
+
 struct Summary {
   std::string reason;  ///< budget | stop_after | SIGTERM ... | replay ends
   Progress progress;
   double tokens_per_s = 0;
   double lr_end = 0;
   std::optional<EvalRecord> eval;
-  std::optional<TrafficMeter::Totals> traffic;  ///< where there are several ranks
+  std::optional<TrafficTotals> traffic;  ///< where there are several ranks
 };
 
 /// An append-only text file whose lines are complete or absent, whatever the disk does.

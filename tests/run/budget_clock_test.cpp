@@ -1,4 +1,4 @@
-#include "train/budget_clock.h"
+#include "run/budget_clock.h"
 
 #include <gtest/gtest.h>
 

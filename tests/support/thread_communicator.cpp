@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "base/check.h"
-#include "parallel/communicator.h"
+#include "support/thread_ranks.h"
 
 namespace cram {
 namespace {

@@ -1,4 +1,4 @@
-#include "train/signals.h"
+#include "run/signals.h"
 
 #include <signal.h>
 #include <time.h>

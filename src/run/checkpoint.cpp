@@ -1,4 +1,4 @@
-#include "train/checkpoint.h"
+#include "run/checkpoint.h"
 
 #include <torch/types.h>
 #include <unistd.h>
@@ -201,8 +201,8 @@ std::uintmax_t CheckpointFolder::commit(const std::string& temporary, const std:
       files.push_back(parse_rank_file(entry));
       bytes += files.back().bytes + files.back().index_bytes;
     }
-    write_file_atomically(fs::path(temporary) / kCheckpointManifest, manifest_text(info, store.precision(), files),
-                          kStorage);
+    write_file_atomically(fs::path(temporary) / kCheckpointManifest,
+                          checkpoint_manifest_text(info, store.precision(), files), kStorage);
     // The same step may be saved twice (a run stopped right after an interval save): the older one is equal, keep it.
     if (fs::exists(target)) {
       remove_quietly(temporary);
@@ -219,7 +219,7 @@ std::uintmax_t CheckpointFolder::commit(const std::string& temporary, const std:
   }
   // Old ones go only now, and only after the new one was read back: the tensors by their ranks, the rest here.
   try {
-    check_sizes(target, read_manifest(target));
+    check_sizes(target, read_checkpoint_manifest(target));
   } catch (const Error& error) {
     fail(kStorage, "the checkpoint just written does not verify, older ones are kept: ", error.what());
   }
@@ -240,7 +240,7 @@ std::optional<CheckpointFolder::Found> CheckpointFolder::newest() {
     if (std::any_of(damaged_.begin(), damaged_.end(), [&](const Damaged& d) { return d.path == *path; })) continue;
     check_readable(*path);
     try {
-      const Manifest manifest = read_manifest(*path);
+      const CheckpointManifest manifest = read_checkpoint_manifest(*path);
       check_sizes(*path, manifest);
       return Found{*path, manifest.info};
     } catch (const CheckpointDamage& damage) {

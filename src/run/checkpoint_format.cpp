@@ -1,4 +1,4 @@
-#include "train/checkpoint_format.h"
+#include "run/checkpoint_format.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -131,9 +131,9 @@ RankFile rank_file_from_json(const json& j, int version) {
   return file;
 }
 
-Manifest parse_manifest(const std::string& text, const std::string& step_folder) {
+CheckpointManifest parse_manifest(const std::string& text, const std::string& step_folder) {
   const std::string path = (fs::path(step_folder) / kCheckpointManifest).string();
-  Manifest manifest;
+  CheckpointManifest manifest;
   try {
     const json j = parse_manifest_text(text, path);
     manifest.version = j.at("version").get<int>();
@@ -196,7 +196,8 @@ Pieces::Pieces(const ArrayInfo& array)
   rows = std::max<std::int64_t>(1, kPieceBytes / row_bytes);
 }
 
-std::string manifest_text(const CheckpointInfo& info, Precision precision, const std::vector<RankFile>& files) {
+std::string checkpoint_manifest_text(const CheckpointInfo& info, Precision precision,
+                                     const std::vector<RankFile>& files) {
   json manifest = {{"magic", kMagic},
                    {"version", kVersion},
                    {"progress", progress_to_json(info.progress)},
@@ -210,11 +211,11 @@ std::string manifest_text(const CheckpointInfo& info, Precision precision, const
   return manifest.dump(1) + "\n";
 }
 
-Manifest read_manifest(const std::string& step_folder) {
+CheckpointManifest read_checkpoint_manifest(const std::string& step_folder) {
   return parse_manifest(text_of(fs::path(step_folder) / kCheckpointManifest), step_folder);
 }
 
-void check_sizes(const std::string& step_folder, const Manifest& manifest) {
+void check_sizes(const std::string& step_folder, const CheckpointManifest& manifest) {
   const auto check = [&](const std::string& name, std::uintmax_t expected) {
     const fs::path path = fs::path(step_folder) / name;
     std::error_code error;
@@ -248,7 +249,7 @@ RankFile parse_rank_file(const std::string& text) { return rank_file_from_json(j
 
 std::string read_catalogue(const std::string& step_folder) {
   const std::string text = text_of(fs::path(step_folder) / kCheckpointManifest);
-  const Manifest manifest = parse_manifest(text, step_folder);
+  const CheckpointManifest manifest = parse_manifest(text, step_folder);
   check_sizes(step_folder, manifest);
   json texts = {text};
   if (manifest.version == kOldestVersion) return texts.dump();
@@ -261,9 +262,9 @@ std::string read_catalogue(const std::string& step_folder) {
   return texts.dump();
 }
 
-Manifest parse_catalogue(const std::string& text, const std::string& step_folder) {
+CheckpointManifest parse_catalogue(const std::string& text, const std::string& step_folder) {
   const json texts = json::parse(text);
-  Manifest manifest = parse_manifest(texts.at(0).get<std::string>(), step_folder);
+  CheckpointManifest manifest = parse_manifest(texts.at(0).get<std::string>(), step_folder);
   if (manifest.version == kOldestVersion) return manifest;
   for (std::size_t i = 0; i < manifest.files.size(); ++i) {
     const std::string path = (fs::path(step_folder) / index_name(manifest.files[i].name)).string();

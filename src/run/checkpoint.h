@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "parallel/communicator.h"
-#include "train/checkpoint_format.h"
-#include "train/checkpoint_load.h"
+#include "run/checkpoint_format.h"
+#include "run/checkpoint_load.h"
 
 namespace cram {
 

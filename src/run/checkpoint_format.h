@@ -18,7 +18,7 @@
 #include "base/check.h"
 #include "base/hdf5_file.h"
 #include "model/parameter_store.h"
-#include "train/budget_clock.h"
+#include "run/budget_clock.h"
 
 namespace cram {
 
@@ -105,7 +105,7 @@ struct RankIndex {
 /// Checked before it does, since the library trusts what it reads. Throws CheckpointDamage.
 [[nodiscard]] std::string frame_digest(const std::string& path, const RankIndex& index, ArrayType type);
 
-struct Manifest {
+struct CheckpointManifest {
   int version = 0;
   CheckpointInfo info;
   ArrayType type = ArrayType::kF32;  ///< of masters and states
@@ -113,13 +113,13 @@ struct Manifest {
   std::vector<RankIndex> indexes;  ///< of each file; of version 3 only in a catalogue
 };
 
-[[nodiscard]] std::string manifest_text(const CheckpointInfo& info, Precision precision,
-                                        const std::vector<RankFile>& files);
+[[nodiscard]] std::string checkpoint_manifest_text(const CheckpointInfo& info, Precision precision,
+                                                   const std::vector<RankFile>& files);
 /// The manifest of a step folder, checked by its digest; the other files are not looked at. Throws CheckpointDamage,
 /// or Error(20) for a checkpoint of another program or version.
-[[nodiscard]] Manifest read_manifest(const std::string& step_folder);
+[[nodiscard]] CheckpointManifest read_checkpoint_manifest(const std::string& step_folder);
 /// That all files are there and have their sizes. Throws CheckpointDamage.
-void check_sizes(const std::string& step_folder, const Manifest& manifest);
+void check_sizes(const std::string& step_folder, const CheckpointManifest& manifest);
 
 /// A rank's index.
 [[nodiscard]] std::string index_text(const RankIndex& index);
@@ -127,9 +127,9 @@ void check_sizes(const std::string& step_folder, const Manifest& manifest);
 [[nodiscard]] std::string rank_file_text(const RankFile& file);
 [[nodiscard]] RankFile parse_rank_file(const std::string& text);
 
-/// Manifest and indexes as one text, each checked by its digest, for a rank that has not read them itself.
+/// CheckpointManifest and indexes as one text, each checked by its digest, for a rank that has not read them itself.
 [[nodiscard]] std::string read_catalogue(const std::string& step_folder);
-[[nodiscard]] Manifest parse_catalogue(const std::string& text, const std::string& step_folder);
+[[nodiscard]] CheckpointManifest parse_catalogue(const std::string& text, const std::string& step_folder);
 
 /// Reads an array file of a checkpoint by pieces, each checked against its digest before it is given away.
 class PieceReader {

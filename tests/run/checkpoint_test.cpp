@@ -1,5 +1,5 @@
 // Checkpoints: bit-equal, committed whole or not at all, never trusted without their digests.
-#include "train/checkpoint.h"
+#include "run/checkpoint.h"
 
 #include <gtest/gtest.h>
 #include <torch/types.h>

@@ -10,12 +10,11 @@
 #include "base/file_io.h"
 #include "base/log.h"
 #include "base/rng.h"
+#include "run/checkpoint.h"
 #include "support/expect_error.h"
 #include "support/golden.h"
 #include "support/temporary_folder.h"
 #include "support/thread_ranks.h"
-#include "train/checkpoint.h"
-#include "train/optimizer.h"
 
 namespace cram::test {
 namespace {
@@ -81,7 +80,7 @@ void fill(ParameterStore& store, const Mesh& mesh, std::uint64_t seed) {
     }
   }
   store.refresh_working();
-  gather_working_weights(store, mesh.data());
+  store.gather_working(mesh.data());
 }
 
 void expect_values(const ParameterStore& store, std::uint64_t seed, const std::string& what) {
@@ -209,7 +208,7 @@ TEST(CheckpointPieces, WhatOneRankFindsMakesAllTakeTheOneBefore) {
     for (const std::int64_t step : {10, 20, 30}) save(folder, shape, step);
     // The second rank's file of the newest, the last rank's of the one before.
     const std::string newest = folder + "/step-000000030";
-    const Manifest manifest = parse_catalogue(read_catalogue(newest), newest);
+    const CheckpointManifest manifest = parse_catalogue(read_catalogue(newest), newest);
     damage_last_piece(newest + "/rank-00001.h5", manifest.indexes[1].arrays.back().path("exp_avg_sq"));
     const std::string path = folder + "/step-000000020/rank-00003.h5";
     std::string content = read_file(path);

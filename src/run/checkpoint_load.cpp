@@ -1,4 +1,4 @@
-#include "train/checkpoint_load.h"
+#include "run/checkpoint_load.h"
 
 #include <torch/types.h>
 
@@ -11,7 +11,6 @@
 #include "base/digest.h"
 #include "base/log.h"
 #include "parallel/agreement.h"
-#include "train/optimizer.h"
 
 namespace cram {
 namespace {
@@ -45,19 +44,19 @@ void together(Communicator& world, const std::function<void()>& work) {
   fail(kInvalid, verdict.substr(1));
 }
 
-Manifest share_catalogue(const std::string& step_folder, Communicator& world) {
+CheckpointManifest share_catalogue(const std::string& step_folder, Communicator& world) {
   std::string text;
   together(world, [&] {
     if (world.rank() == 0) text = read_catalogue(step_folder);
   });
   text = broadcast_text(world, text);
-  Manifest manifest;
+  CheckpointManifest manifest;
   together(world, [&] { manifest = parse_catalogue(text, step_folder); });
   return manifest;
 }
 
 // Version 2 has a digest of each file only: before anything of them is used, the ranks share the files out.
-void check_whole_files(const std::string& step_folder, const Manifest& manifest, Communicator& world) {
+void check_whole_files(const std::string& step_folder, const CheckpointManifest& manifest, Communicator& world) {
   if (manifest.version > 2) return;
   together(world, [&] {
     for (std::size_t i = 0; i < manifest.files.size(); ++i) {
@@ -140,7 +139,7 @@ ArrayKey key_of(const StoredArray& a) {
 // Reads one rank's targets from the files, each file opened once, only where something of it is needed.
 class TargetReader {
  public:
-  TargetReader(std::string step_folder, const Manifest& manifest, ParameterStore& store)
+  TargetReader(std::string step_folder, const CheckpointManifest& manifest, ParameterStore& store)
       : step_folder_(std::move(step_folder)), manifest_(manifest), store_(store) {}
 
   /// `ranges` of the parameter's local tensor, with the tensors to fill.
@@ -211,7 +210,7 @@ class TargetReader {
   }
 
   std::string step_folder_;
-  const Manifest& manifest_;
+  const CheckpointManifest& manifest_;
   ParameterStore& store_;
   std::map<std::string, Target> targets_;
   std::map<std::string, std::set<ArrayKey>> seen_;
@@ -226,8 +225,8 @@ void say_names(const std::string& step_folder, const char* what, const std::vect
 }
 
 // Parameters to load, after names, shapes and number format were compared.
-std::vector<ParamId> matching(const std::string& step_folder, const Manifest& manifest, const ParameterStore& store,
-                              const LoadRule& rule) {
+std::vector<ParamId> matching(const std::string& step_folder, const CheckpointManifest& manifest,
+                              const ParameterStore& store, const LoadRule& rule) {
   std::map<std::string, const StoredArray*> stored;
   for (const RankIndex& index : manifest.indexes) {
     for (const StoredArray& array : index.arrays) stored.emplace(array.spec.name, &array);
@@ -275,7 +274,7 @@ bool stored_alike(const ParameterStore& store, ParamId id, const std::map<std::s
   });
 }
 
-std::map<std::string, std::set<ArrayKey>> stored_arrays(const Manifest& manifest) {
+std::map<std::string, std::set<ArrayKey>> stored_arrays(const CheckpointManifest& manifest) {
   std::map<std::string, std::set<ArrayKey>> stored;
   for (const RankIndex& index : manifest.indexes) {
     for (const StoredArray& array : index.arrays) stored[array.spec.name].insert(key_of(array));
@@ -304,7 +303,7 @@ void take_owned(const ParameterStore& store, ParamId id, const OwnedRange& whole
 
 std::uintmax_t load_checkpoint(const std::string& step_folder, ParameterStore& store, const Mesh& mesh,
                                const LoadRule& rule) {
-  const Manifest manifest = share_catalogue(step_folder, mesh.world());
+  const CheckpointManifest manifest = share_catalogue(step_folder, mesh.world());
   std::vector<ParamId> ids;
   together(mesh.world(), [&] { ids = matching(step_folder, manifest, store, rule); });
   check_whole_files(step_folder, manifest, mesh.world());
@@ -343,7 +342,7 @@ std::uintmax_t load_checkpoint(const std::string& step_folder, ParameterStore& s
     read_whole.erase(id);
   }
   store.refresh_working();
-  gather_working_weights(store, data);
+  store.gather_working(data);
   return reader.bytes_read();
 }
 
@@ -353,7 +352,7 @@ std::uintmax_t load_checkpoint(const std::string& step_folder, ParameterStore& s
 }
 
 CheckpointInfo verify_checkpoint(const std::string& step_folder, Communicator& world) {
-  const Manifest manifest = share_catalogue(step_folder, world);
+  const CheckpointManifest manifest = share_catalogue(step_folder, world);
   check_whole_files(step_folder, manifest, world);
   together(world, [&] {
     std::int64_t number = 0;

@@ -1,4 +1,4 @@
-#include "train/tensorboard.h"
+#include "run/tensorboard.h"
 
 #include <unistd.h>
 

@@ -1,7 +1,7 @@
 // "Every 25 steps", "every 30 minutes of training clock", "every 1e9 tokens".
 #pragma once
 
-#include "train/budget_clock.h"
+#include "run/budget_clock.h"
 
 namespace cram {
 
