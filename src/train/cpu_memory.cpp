@@ -11,12 +11,13 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <unordered_map>
 #include <vector>
 
 namespace cram {
 namespace {
 
-constexpr std::size_t kHeader = 64;  // before every block; keeps the data on a cache line of its own
+constexpr std::size_t kHeader = 64;  // before a small block; keeps the data on a cache line of its own
 constexpr std::size_t kHugePage = 2UL << 20;
 constexpr std::size_t kSmallest = 4096;  // smaller ones cost malloc nothing
 
@@ -24,12 +25,14 @@ struct Header {
   std::size_t size_class = 0;  // bytes with the header
 };
 
-// Eighths of the power of two below: at most an eighth is wasted, and shapes that recur meet the same class.
+std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+// Eighths of the power of two below: at most an eighth is wasted, and shapes that recur meet the same class. Large
+// blocks are whole huge pages without a header, which would cost a tensor of exactly 2 MiB a page of its own.
 std::size_t size_class_of(std::size_t bytes) {
   const std::size_t needed = std::max(bytes + kHeader, kSmallest);
-  const std::size_t unit = std::max<std::size_t>(kHeader, std::bit_floor(needed) / 8);
-  const std::size_t rounded = (needed + unit - 1) / unit * unit;
-  return rounded < kHugePage ? rounded : (rounded + kHugePage - 1) / kHugePage * kHugePage;
+  const std::size_t rounded = round_up(needed, std::max<std::size_t>(kHeader, std::bit_floor(needed) / 8));
+  return rounded < kHugePage ? rounded : round_up(round_up(bytes, std::bit_floor(bytes) / 8), kHugePage);
 }
 
 class CpuMemory final : public c10::Allocator {
@@ -46,11 +49,11 @@ class CpuMemory final : public c10::Allocator {
     const std::lock_guard lock(mutex_);
     for (auto& [size_class, blocks] : free_) {
       for (void* data : blocks) {
-        void* block = static_cast<char*>(data) - kHeader;
         if (size_class < kHugePage) {
-          c10::free_cpu(block);
+          c10::free_cpu(static_cast<char*>(data) - kHeader);
         } else {
-          munmap(block, size_class);
+          large_.erase(data);
+          munmap(data, size_class);
         }
       }
       blocks.clear();
@@ -85,9 +88,24 @@ class CpuMemory final : public c10::Allocator {
       ++counts_.blocks_from_system;
       counts_.bytes_from_system += static_cast<std::int64_t>(size_class);
     }
-    void* block = size_class < kHugePage ? c10::alloc_cpu(size_class) : from_system(size_class);
+    if (size_class >= kHugePage) {
+      void* data = from_system(size_class);
+      const std::lock_guard lock(mutex_);
+      large_.emplace(data, size_class);
+      return data;
+    }
+    void* block = c10::alloc_cpu(size_class);
     new (block) Header{size_class};
     return static_cast<char*>(block) + kHeader;
+  }
+
+  // A small block may lie at a huge page's boundary too, but not where a large one is.
+  [[nodiscard]] std::size_t size_class_at(void* data) const {
+    if (reinterpret_cast<std::uintptr_t>(data) % kHugePage == 0) {
+      const auto large = large_.find(data);
+      if (large != large_.end()) return large->second;
+    }
+    return reinterpret_cast<const Header*>(static_cast<char*>(data) - kHeader)->size_class;
   }
 
   // Aligned to a huge page: more is mapped and the ends are given back.
@@ -103,14 +121,15 @@ class CpuMemory final : public c10::Allocator {
   }
 
   void give_back(void* data) {
-    const std::size_t size_class = reinterpret_cast<Header*>(static_cast<char*>(data) - kHeader)->size_class;
     const std::lock_guard lock(mutex_);
+    const std::size_t size_class = size_class_at(data);
     counts_.bytes_in_use -= static_cast<std::int64_t>(size_class);
     free_[size_class].push_back(data);
   }
 
   std::mutex mutex_;
   std::map<std::size_t, std::vector<void*>> free_;
+  std::unordered_map<void*, std::size_t> large_;  // bytes of the blocks from whole huge pages
   CpuMemoryCounts counts_;
 };
 

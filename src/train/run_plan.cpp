@@ -10,6 +10,7 @@
 #include "model/model.h"
 #include "parallel/pipeline_plan.h"
 #include "run/metrics.h"
+#include "train/activation_estimate.h"
 #include "train/micro_steps.h"
 #include "train/optimizer.h"
 
@@ -50,17 +51,6 @@ double largest_state_bytes(const Config& config, const Layout& layout, int pp_ra
     largest = std::max(largest, PlannedRank(config, layout, pp_rank, d).state_bytes());
   }
   return largest;
-}
-
-// Elements a token keeps in one layer: see the layers' Saved structures.
-double kept_per_token(const Config& config, const Layout& layout) {
-  const ModelConfig& m = config.model;
-  const auto h = static_cast<double>(m.hidden), f = static_cast<double>(m.ffn), t = static_cast<double>(layout.tensor);
-  const double outside = config.parallel.sequence_parallel ? h / t : h;  // rows that tensor ranks may share out
-  if (m.recompute == "layer") return outside;
-  const double probabilities = static_cast<double>(m.heads * m.seq_length) / t;
-  // The inputs of both norms, what they feed (gathered), q, k, v and context, the FFN's two intermediates.
-  return 2 * outside + 2 * h + 4 * h / t + 1.5 * f / t + (m.recompute == "selective" ? 0 : probabilities);
 }
 
 double stage_flops(const std::vector<BlockRange>& blocks, const Config& config, double tokens, double terms) {
@@ -149,12 +139,10 @@ RunPlanned plan_run(const Config& config, const Layout& layout, std::int64_t bat
     planned.state_bytes = largest_state_bytes(config, layout, stage, rank);
     // One stage runs micro-batch after micro-batch.
     planned.most_in_flight = layout.pipeline == 1 ? 1 : simulated.most_in_flight[static_cast<std::size_t>(stage)];
-    double layers = 0;
-    for (const BlockRange& block : planned.blocks) layers += static_cast<double>(block.layers());
-    const auto working = static_cast<double>(c10::elementSize(working_type(parse_precision(config.train.precision))));
-    planned.activation_bytes = planned.most_in_flight * layers / static_cast<double>(planned.blocks.size()) *
-                               kept_per_token(config, layout) * working *
-                               static_cast<double>(config.train.micro_batch_size * m.seq_length);
+    planned.activation_bytes = activation_bytes(config, layout,
+                                                {.blocks = planned.blocks,
+                                                 .most_in_flight = planned.most_in_flight,
+                                                 .terms_a_row = masked_tokens / static_cast<double>(batch_size)});
     planned.flops_per_step = stage_flops(planned.blocks, config, tokens, masked_tokens) / (layout.data * layout.tensor);
     plan.stages.push_back(std::move(planned));
   }

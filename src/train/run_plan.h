@@ -23,7 +23,7 @@ struct StagePlanned {
   double weight_bytes = 0;      ///< working copies
   double gradient_bytes = 0;
   double state_bytes = 0;       ///< masters that are no working copy, and what the optimizer keeps
-  double activation_bytes = 0;  ///< kept for the backward pass at the schedule's peak; an estimate
+  double activation_bytes = 0;  ///< at the schedule's peak; an estimate (activation_estimate.h)
   double flops_per_step = 0;    ///< matrix products, forward and backward
   int most_in_flight = 0;       ///< micro-batches (of a block) whose backward pass is still to come
 };

@@ -40,7 +40,9 @@ CRAM_KERNELS(CRAM_DECLARE_COMPOSED)
 /// that is slow.
 struct Backend {
   const char* name;
-  bool (*takes)(const at::Tensor& activation);   ///< by device, dtype, strides
+  bool (*takes)(const at::Tensor& activation);                     ///< by device, dtype, strides
+  bool (*takes_kind)(at::DeviceType device, at::ScalarType type);  ///< whether it takes any tensor of such
+  bool (*fuses_attention)(at::ScalarType type, std::int64_t seq, std::int64_t head_dim);  ///< or runs it composed
   bool (*takes_master)(const at::Tensor& flat);  ///< masters, states and gradients
 
   decltype(&composed::attention) attention = composed::attention;

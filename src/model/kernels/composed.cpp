@@ -210,11 +210,16 @@ at::Tensor sum_of_squares(const at::Tensor& flat) { return flat.to(at::kDouble).
 
 namespace {
 bool takes_all(const at::Tensor& /*x*/) { return true; }
+bool takes_kind(at::DeviceType /*device*/, at::ScalarType /*type*/) { return true; }
+bool fuses_attention(at::ScalarType /*type*/, std::int64_t /*seq*/, std::int64_t /*head_dim*/) { return false; }
 }  // namespace
 
 }  // namespace composed
 
-constinit const Backend kComposedBackend{
-    .name = "composed", .takes = composed::takes_all, .takes_master = composed::takes_all};
+constinit const Backend kComposedBackend{.name = "composed",
+                                         .takes = composed::takes_all,
+                                         .takes_kind = composed::takes_kind,
+                                         .fuses_attention = composed::fuses_attention,
+                                         .takes_master = composed::takes_all};
 
 }  // namespace cram::kernels

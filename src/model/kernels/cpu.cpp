@@ -15,10 +15,14 @@
 namespace cram::kernels {
 namespace cpu {
 
-bool takes(const at::Tensor& x) {
+namespace {
+bool takes_kind(at::DeviceType device, at::ScalarType type) {
   static const bool supported = avx512::is_supported();
-  return supported && x.is_cpu() && x.scalar_type() == at::kBFloat16 && x.is_contiguous();
+  return supported && device == at::kCPU && type == at::kBFloat16;
 }
+}  // namespace
+
+bool takes(const at::Tensor& x) { return takes_kind(x.device().type(), x.scalar_type()) && x.is_contiguous(); }
 
 namespace {
 
@@ -112,6 +116,10 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
 HeadShape shape_of(const at::Tensor& qkv, const AttentionSettings& settings) {
   const std::int64_t seq = qkv.size(0) / settings.batch;
   return {seq, settings.head_dim, seq, qkv.size(1), settings.heads * settings.head_dim};
+}
+
+bool fuses_attention(at::ScalarType /*type*/, std::int64_t seq, std::int64_t head_dim) {
+  return HeadShape{.seq = seq, .head_dim = head_dim}.fits();
 }
 
 // False, with a word about it, where the sizes are not for these kernels.
@@ -286,6 +294,8 @@ void scatter_add_rows(const at::Tensor& grad, const at::Tensor& ids, const at::T
 
 constinit const Backend kCpuBackend{.name = "cpu",
                                     .takes = cpu::takes,
+                                    .takes_kind = cpu::takes_kind,
+                                    .fuses_attention = cpu::fuses_attention,
                                     .takes_master = cpu::takes_master,
                                     .attention = cpu::attention,
                                     .attention_of_rows = cpu::attention_of_rows,

@@ -39,6 +39,14 @@ const Backend& of_master(const at::Tensor& flat) {
 
 const char* backend_name(const at::Tensor& x) { return of(x).name; }
 
+Fusion fusion_of(at::DeviceType device, at::ScalarType type, std::int64_t seq, std::int64_t head_dim) {
+  for (const Backend* backend : kTable) {
+    if (!backend->takes_kind(device, type)) continue;
+    return {backend != &kComposedBackend, backend->fuses_attention(type, seq, head_dim)};
+  }
+  return {};
+}
+
 NormOutput layer_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps) {
   return of(x).layer_norm(x, weight, bias, eps);
 }

@@ -120,4 +120,11 @@ void adamw_(const std::vector<AdamWPiece>& pieces);
 /// "composed", "cpu" or "cuda": which backend works on activations like this one.
 [[nodiscard]] const char* backend_name(const at::Tensor& x);
 
+/// What of the encoder is fused in this build, on this machine: what is composed keeps and needs more memory.
+struct Fusion {
+  bool rows = false;       ///< norms, GELU and the loss
+  bool attention = false;  ///< of rows of `seq` tokens with heads of `head_dim`
+};
+[[nodiscard]] Fusion fusion_of(at::DeviceType device, at::ScalarType type, std::int64_t seq, std::int64_t head_dim);
+
 }  // namespace cram::kernels

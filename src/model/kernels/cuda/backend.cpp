@@ -14,9 +14,13 @@
 namespace cram::kernels {
 namespace cuda {
 
-bool takes(const at::Tensor& x) {
-  return x.is_cuda() && (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat) && x.is_contiguous();
+namespace {
+bool takes_kind(at::DeviceType device, at::ScalarType type) {
+  return device == at::kCUDA && (type == at::kBFloat16 || type == at::kFloat);
 }
+}  // namespace
+
+bool takes(const at::Tensor& x) { return takes_kind(x.device().type(), x.scalar_type()) && x.is_contiguous(); }
 
 namespace {
 
@@ -120,10 +124,14 @@ at::Tensor geglu_backward(const at::Tensor& d_out, const at::Tensor& u) {
 
 // Flash attention needs half precision and heads that 16-byte loads can read; 128 is where every architecture of ours
 // has a backward pass.
+bool fuses_attention(at::ScalarType type, std::int64_t seq, std::int64_t head_dim) {
+  return type == at::kBFloat16 && seq > 0 && head_dim % 8 == 0 && head_dim <= 128;
+}
+
 bool flash_fits(const at::Tensor& qkv, std::int64_t seq, const AttentionSettings& settings) {
   const std::int64_t head_dim = settings.head_dim;
-  const bool fits = qkv.scalar_type() == at::kBFloat16 && seq > 0 && head_dim % 8 == 0 && head_dim <= 128 &&
-                    !settings.lengths.defined() && reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0;
+  const bool fits = fuses_attention(qkv.scalar_type(), seq, head_dim) && !settings.lengths.defined() &&
+                    reinterpret_cast<std::uintptr_t>(qkv.const_data_ptr()) % 16 == 0;
   if (!fits && seq > 0 && qkv.scalar_type() == at::kBFloat16) {
     say_composed(concat("attention of heads of ", head_dim, settings.lengths.defined() ? " with padding" : "",
                         " (flash attention: full rows, multiples of 8 up to 128)"));
@@ -243,6 +251,8 @@ at::Tensor sum_of_squares(const at::Tensor& flat) {
 
 constinit const Backend kCudaBackend{.name = "cuda",
                                      .takes = cuda::takes,
+                                     .takes_kind = cuda::takes_kind,
+                                     .fuses_attention = cuda::fuses_attention,
                                      .takes_master = cuda::takes_master,
                                      .attention = cuda::attention,
                                      .layer_norm = cuda::layer_norm,
