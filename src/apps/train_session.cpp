@@ -6,7 +6,7 @@
 #include <filesystem>
 #include <sstream>
 
-#include "apps/micro_batch.h"
+#include "train/micro_batch.h"
 #include "apps/train_report.h"
 #include "base/log.h"
 #include "eval/mlm.h"

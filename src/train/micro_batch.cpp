@@ -1,4 +1,4 @@
-#include "apps/micro_batch.h"
+#include "train/micro_batch.h"
 
 #include <torch/types.h>
 
