@@ -77,11 +77,15 @@ void on_root(Communicator& group, const std::function<void()>& action) {
   if (code != 0) fail(static_cast<ExitCode>(code), "rank 0 of group ", group.name(), " failed, see its message");
 }
 
-std::int64_t agree_on_largest(Communicator& group, std::int64_t value) {
-  if (group.size() == 1) return value;
-  const at::Tensor largest = at::full({1}, value, at::kLong);
-  group.all_reduce_(largest, ReduceOp::kMax);
-  return largest.item<std::int64_t>();
+std::int64_t agree_on_largest(Communicator& group, std::int64_t value) { return PendingLargest(group, value).wait(); }
+
+PendingLargest::PendingLargest(Communicator& group, std::int64_t value) : largest_(at::full({1}, value, at::kLong)) {
+  if (group.size() > 1) work_ = group.all_reduce_async_(largest_, ReduceOp::kMax);
+}
+
+std::int64_t PendingLargest::wait() {
+  work_.wait();
+  return largest_.item<std::int64_t>();
 }
 
 double broadcast_value(Communicator& group, double value) {

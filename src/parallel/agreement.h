@@ -25,6 +25,17 @@ void on_root(Communicator& group, const std::function<void()>& action);
 /// The largest of the ranks' values.
 [[nodiscard]] std::int64_t agree_on_largest(Communicator& group, std::int64_t value);
 
+/// The same as an asynchronous question; the answer must be waited for.
+class PendingLargest {
+ public:
+  PendingLargest(Communicator& group, std::int64_t value);
+  [[nodiscard]] std::int64_t wait();
+
+ private:
+  at::Tensor largest_;
+  Work work_;
+};
+
 /// Rank 0's value on every rank, to the last bit.
 [[nodiscard]] double broadcast_value(Communicator& group, double value);
 

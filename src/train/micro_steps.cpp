@@ -2,6 +2,8 @@
 
 #include <torch/types.h>
 
+#include <algorithm>
+
 #include "base/clock.h"
 #include "base/profile.h"
 
@@ -63,20 +65,20 @@ const StagePlan& MicroSteps::plan_for(int micro_batches) {
   return plans_[micro_batches] = std::move(all[static_cast<std::size_t>(mesh_.place().pp_rank)]);
 }
 
-bool MicroSteps::run_batch(const Request& request) {
+std::int64_t MicroSteps::run_batch(const Request& request) {
   request_ = request;
   done_ = 0;
-  stopped_ = false;
+  stop_ = 0;
   loss_sum_.zero_();
   terms_ = data_wait_s_ = 0;
   const bool one_stage = mesh_.layout().pipeline == 1;
   const std::int64_t per_flush = one_stage ? 1 : request.micro_batches;
   while (done_ < request.micro_batches) {
-    if (one_stage && request.stop && done_ % request.ask_every == 0) stopped_ = request.stop();
-    if (stopped_) return false;
+    if (one_stage && request.ask && done_ % request.ask_every == 0) stop_ = request.ask().wait();
+    if (stop_ != 0) break;
     run(per_flush, /*last=*/request.exchange && done_ + per_flush == request.micro_batches);
   }
-  return !stopped_;
+  return stop_;
 }
 
 void MicroSteps::run(std::int64_t count, bool last) {
@@ -101,18 +103,29 @@ void MicroSteps::run(std::int64_t count, bool last) {
 
 void MicroSteps::run_plan() {
   run_pipeline(plan_for(count_), shape_for(count_), *this, mesh_.pipeline());
-  if (!stopped_) return;
+  // Too late for this batch. A signal stays, and is seen in the exchange at the step's end.
+  for (Asked& asked : asked_) (void)asked.answer.wait();
+  asked_.clear();
+  if (stop_ == 0) return;
   saved_.clear();
   in_flight_.clear();
 }
 
-// In the middle of a pipeline's plan this cannot block: what a stage does before its first block of micro-batch i needs
-// nothing that another stage does after its own. (Of interleaved plans that is not true for more than two stages.)
+// In the middle of a pipeline's plan a stage may not wait for one that is behind it, so an answer is heard `lag`
+// micro-batches later. By then every stage has asked, whatever this one does next: 1F1B lets the first stage run ahead
+// of the last by fewer micro-batches than there are stages (interleaved: by less than two groups of them), and with
+// GPipe what the others need of this stage's earlier micro-batches has been sent. All stages hear an answer at the same
+// position, before their last backward block: ranks that share a stage, or the exchange of gradients, stop alike.
 void MicroSteps::ask(int block, int number, bool is_forward) {
-  if (mesh_.layout().pipeline == 1 || !request_.stop || stopped_ || block != mesh_.place().pp_rank) return;
-  if (settings_.plan == PlanKind::kInterleaved && number > 0) return;
+  const int stages = mesh_.layout().pipeline;
+  if (stages == 1 || !request_.ask || block != mesh_.place().pp_rank) return;
   if (!is_forward && settings_.plan != PlanKind::kGpipe) return;
-  if (number % request_.ask_every == 0) stopped_ = request_.stop();
+  const int lag = settings_.plan == PlanKind::kInterleaved ? 3 * stages : stages;
+  const int position = is_forward ? number : count_ + number;
+  for (; !asked_.empty() && asked_.front().position + lag <= position; asked_.pop_front()) {
+    stop_ = std::max(stop_, asked_.front().answer.wait());
+  }
+  if (position % request_.ask_every == 0) asked_.push_back({position, request_.ask()});
 }
 
 template <class Call>
@@ -152,7 +165,7 @@ at::Tensor MicroSteps::forward(int block, int number, const at::Tensor& input) {
   ask(block, number, /*is_forward=*/true);
   const bool is_last = block + 1 == model_.encoder().blocks();
   // Stopped: messages go on until all are received, nothing is computed.
-  if (stopped_) return is_last ? at::Tensor() : make_activation(number);
+  if (stop_ != 0) return is_last ? at::Tensor() : make_activation(number);
   Model::BlockSaved& saved = saved_[{block, number}];
   at::Tensor output = model_.forward(block, micro_batch(number), input, saved);
   if (saved.loss_sum.defined()) loss_sum_.add_(saved.loss_sum);
@@ -161,7 +174,7 @@ at::Tensor MicroSteps::forward(int block, int number, const at::Tensor& input) {
 
 at::Tensor MicroSteps::backward(int block, int number, const at::Tensor& d_output) {
   ask(block, number, /*is_forward=*/false);
-  if (stopped_) return block == 0 ? at::Tensor() : make_activation(number);
+  if (stop_ != 0) return block == 0 ? at::Tensor() : make_activation(number);
   Encoder::GradientsComplete complete;
   if (last_ && number + 1 == count_) {
     complete = [&](ParamId first, ParamId end) {

@@ -2,12 +2,14 @@
 // plan, and tells the gradient exchange what is complete while the last ones are still running.
 #pragma once
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 
 #include "data/batch_source.h"
 #include "model/model.h"
+#include "parallel/agreement.h"
 #include "parallel/grad_sync.h"
 #include "parallel/mesh.h"
 #include "parallel/pipeline.h"
@@ -37,14 +39,14 @@ class MicroSteps final : public PipelineStage {
     std::int64_t step = 1;          ///< from 1, for dropout
     std::int64_t first_sample = 0;  ///< global, for dropout
     std::int64_t micro_batches = 1;
-    bool exchange = true;             ///< gradients are exchanged as they become complete
-    std::function<bool()> stop = {};  ///< collective over the world; asked before every `ask_every`-th micro-batch
+    bool exchange = true;  ///< gradients are exchanged as they become complete
+    /// Whether to stop (not 0): collective over the world, asked before every `ask_every`-th micro-batch.
+    std::function<PendingLargest()> ask = {};
     std::int64_t ask_every = 1;
   };
-  /// Runs the micro-batches of a batch, adding their gradients. False when `stop` said so: what was in flight is
-  /// brought to its end without computing, and the gradients are the caller's to clear. (Interleaved schedules ask only
-  /// before the batch: a stage may not wait for all others in the middle of them.)
-  [[nodiscard]] bool run_batch(const Request& request);
+  /// Runs the micro-batches of a batch, adding their gradients. Not 0, the answer to `ask`, when it said to stop: what
+  /// was in flight is brought to its end without computing, and the gradients are the caller's to clear.
+  [[nodiscard]] std::int64_t run_batch(const Request& request);
 
   struct Totals {
     double loss_sum = 0;     ///< of this rank's micro-batches; 0 where the last stage is another rank
@@ -62,7 +64,8 @@ class MicroSteps final : public PipelineStage {
  private:
   void run(std::int64_t count, bool last);
   void run_plan();
-  /// Whether to stop, asked before the first block of a micro-batch (forward, or backward where those come last).
+  /// Asks whether to stop, before the first block of a micro-batch (forward, or backward where those come last), and
+  /// hears what was answered some micro-batches ago.
   void ask(int block, int number, bool is_forward);
   /// Waits for the source, for the profile and the totals.
   template <class Call>
@@ -83,13 +86,18 @@ class MicroSteps final : public PipelineStage {
   // Of the batch.
   Request request_;
   std::int64_t done_ = 0;
-  bool stopped_ = false;
+  std::int64_t stop_ = 0;
   at::Tensor loss_sum_;
   double terms_ = 0, data_wait_s_ = 0;
   // Of the flush.
   int count_ = 0;
   bool last_ = false;
   int fetched_ = 0;
+  struct Asked {
+    int position;  // in the stage's order of micro-batches
+    PendingLargest answer;
+  };
+  std::deque<Asked> asked_;
   std::map<int, MicroBatch> in_flight_;
   std::map<std::pair<int, int>, Model::BlockSaved> saved_;  // block, micro-batch
 };

@@ -69,8 +69,9 @@ TrainingStep::Result TrainingStep::run(const Request& request, const Watch& watc
   const double from_s = steady_now_s();
   MicroSteps::Request steps{request.step, request.first_sample, request.micro_batches, /*exchange=*/true, {},
                             ask_every_};
-  if (watch.signal) steps.stop = [&] { return (result.signal = agree_on_signal(watch)) != 0; };
-  result.completed = micro_steps_.run_batch(steps);
+  if (watch.signal) steps.ask = [&] { return PendingLargest(mesh_.world(), watch.signal()); };
+  result.signal = static_cast<int>(micro_steps_.run_batch(steps));
+  result.completed = result.signal == 0;
   result.data_wait_s = micro_steps_.totals().data_wait_s;
   if (!result.completed) {
     store_.zero_grad();

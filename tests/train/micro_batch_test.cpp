@@ -35,10 +35,9 @@ TEST(MicroBatch, TheSearchGivesItsMemoryBack) {
   given.train.precision = "fp32";
   given.train.batch_size = given.train.batch_quantum = 128;
   given.train.micro_batch_size = kAutoMicroBatch;
-  const RunDescription run{resolve_train_config(given, Layout{}),
-                           Layout{},
-                           {.device = at::kCPU, .precision = Precision::kFp32, .threads = 1, .model_name = "test"},
-                           {}};
+  RunDescription run{resolve_train_config(given, Layout{}), Layout{}, {}, {}};
+  run.device.precision = Precision::kFp32;
+  run.device.model_name = "test";
   const StopSignals signals;
   const std::int64_t tensors = cpu_memory_counts().bytes_in_use, resident = resident_bytes();
   reset_cpu_memory_peak();
