@@ -8,25 +8,6 @@
 #include "base/profile.h"
 
 namespace cram {
-namespace {
-
-// The sizes of a tensor group that can share this model, for messages: divisors of both heads and half of the FFN.
-std::string legal_tensor_sizes(const ModelConfig& config) {
-  std::string sizes;
-  for (std::int64_t size = 1; size <= config.heads; ++size) {
-    if (config.heads % size == 0 && config.ffn / 2 % size == 0) sizes += concat(sizes.empty() ? "" : ", ", size);
-  }
-  return sizes;
-}
-
-const ModelConfig& checked(const ModelConfig& config, const TensorRegion& tensor) {
-  CRAM_CHECK(config.heads % tensor.size() == 0 && config.ffn / 2 % tensor.size() == 0, ExitCode::kUsage,
-             "parallel.tensor=", tensor.size(), " cannot share model.heads=", config.heads,
-             " and model.ffn=", config.ffn, "; legal sizes: ", legal_tensor_sizes(config));
-  return config;
-}
-
-}  // namespace
 
 EncoderLayer::EncoderLayer(std::int64_t index, const ModelConfig& config, ParameterStore& store,
                            const TensorRegion& tensor)
@@ -85,7 +66,7 @@ at::Tensor EncoderLayer::backward(const at::Tensor& dy, const MicroBatch& batch,
 }
 
 Encoder::Encoder(const ModelConfig& config, ParameterStore& store, const Placement& placement)
-    : config_(checked(config, placement.tensor)),
+    : config_((check_tensor_ranks(config, placement.tensor.size()), config)),
       store_(store),
       place_(placement),
       ranges_(placement.blocks.empty() ? split_layers(config.layers, 1, "") : placement.blocks) {

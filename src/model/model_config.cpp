@@ -51,6 +51,17 @@ void check_model_config(const ModelConfig& config) {
   if (positions.check != nullptr) positions.check(config);
 }
 
+void check_tensor_ranks(const ModelConfig& config, int ranks) {
+  const auto legal = [&](std::int64_t size) { return config.heads % size == 0 && config.ffn / 2 % size == 0; };
+  if (legal(ranks)) return;
+  std::string sizes;
+  for (std::int64_t size = 1; size <= config.heads; ++size) {
+    if (legal(size)) sizes += concat(sizes.empty() ? "" : ", ", size);
+  }
+  fail(ExitCode::kUsage, "parallel.tensor=", ranks, " cannot share model.heads=", config.heads,
+       " and model.ffn=", config.ffn, "; legal sizes: ", sizes);
+}
+
 double layer_flops_per_token(const ModelConfig& c) {
   // query_key_value, dense, dense_in, dense_out
   const std::pair<std::int64_t, std::int64_t> linears[] = {

@@ -34,6 +34,8 @@ void add_model_options(OptionTable& table, ModelConfig& config);
 /// this model.
 /// vocab_size and seq_length must be resolved.
 void check_model_config(const ModelConfig& config);
+/// Throws Error(kUsage), with the legal sizes, unless tensor groups of `ranks` can share heads and FFN evenly.
+void check_tensor_ranks(const ModelConfig& config, int ranks);
 
 /// Matrix-multiply FLOPs of one layer for one training token, forward and backward (3 x forward): linears by their
 /// structure (2*in*out where dense), attention 4*S*H.

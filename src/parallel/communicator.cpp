@@ -27,30 +27,71 @@ void Communicator::check_peer(const char* operation, int peer) const {
              " is not one of its ", size_);
 }
 
+// What the ranks of a group are about to do, gathered and compared.
+class Communicator::Comparison {
+ public:
+  Comparison(Communicator& group, const Operation& operation) : group_(group), operation_(operation) {
+    // Messages are between two ranks, so their number may differ: collectives are counted on their own.
+    std::int64_t name[2] = {};
+    std::memcpy(name, operation.name, std::min(sizeof name - 1, std::strlen(operation.name)));
+    mine_ = at::tensor(
+        {group.collectives_, name[0], name[1], static_cast<std::int64_t>(operation.dtype), operation.count}, at::kLong);
+    all_ = at::empty({group.size_, mine_.numel()}, at::kLong);
+    gathering_ = group.start_all_gather(all_, mine_);
+  }
+  [[nodiscard]] bool done() { return gathering_.done(); }
+  void finish() {
+    gathering_.wait();
+    const auto* mine = mine_.const_data_ptr<std::int64_t>();
+    for (int r = 0; r < group_.size_; ++r) {
+      if (at::equal(all_[r], mine_)) continue;
+      const auto* theirs = all_[r].const_data_ptr<std::int64_t>();
+      fail(ExitCode::kPeerLost, "ranks of group ", group_.name_, " have gone apart at collective ", mine[0], ": rank ",
+           group_.rank_, " calls ", operation_.text(), ", rank ", r, " calls ",
+           reinterpret_cast<const char*>(theirs + 1), " of ", theirs[4], " x ",
+           c10::toString(static_cast<at::ScalarType>(theirs[3])), ", its collective ", theirs[0]);
+    }
+  }
+  /// `work` with the comparison before it: an operation that is to go on in the background is not held up by it.
+  static Work before(std::unique_ptr<Comparison> comparison, Work work) {
+    class Both : public Work::Pending {
+     public:
+      Both(std::unique_ptr<Comparison> first, Work then) : first_(std::move(first)), then_(std::move(then)) {}
+      void wait() override {
+        first_->finish();
+        then_.wait();
+      }
+      [[nodiscard]] bool done() override { return first_->done() && then_.done(); }
+
+     private:
+      std::unique_ptr<Comparison> first_;
+      Work then_;
+    };
+    return Work(std::make_unique<Both>(std::move(comparison), std::move(work)));
+  }
+
+ private:
+  Communicator& group_;
+  Operation operation_;
+  at::Tensor mine_, all_;
+  Work gathering_;
+};
+
 Operation Communicator::begin(const char* name, at::ScalarType dtype, std::int64_t count, double bytes, int peer) {
-  const Operation operation{name, &name_, rank_, size_, peer, dtype, count, trace_.operations()};
-  trace_.record(name, dtype, count, bytes);
-  if (peer < 0) ++collectives_;
-  if (checks_calls_ && peer < 0 && size_ > 1) compare_calls(operation);
+  const Operation operation = begin_unchecked(name, dtype, count, bytes, peer);
+  if (compares(peer)) {
+    const PendingOperations::Scope waiting(*pending_, operation);
+    Comparison(*this, operation).finish();
+  }
   return operation;
 }
 
-void Communicator::compare_calls(const Operation& operation) {
-  // Messages are between two ranks, so their number may differ: collectives are counted on their own.
-  std::int64_t name[2] = {};
-  std::memcpy(name, operation.name, std::min(sizeof name - 1, std::strlen(operation.name)));
-  const at::Tensor mine = at::tensor(
-      {collectives_, name[0], name[1], static_cast<std::int64_t>(operation.dtype), operation.count}, at::kLong);
-  const at::Tensor all = at::empty({size_, mine.numel()}, at::kLong);
-  const PendingOperations::Scope waiting(*pending_, operation);
-  start_all_gather(all, mine).wait();
-  for (int r = 0; r < size_; ++r) {
-    if (at::equal(all[r], mine)) continue;
-    const auto* theirs = all[r].const_data_ptr<std::int64_t>();
-    fail(ExitCode::kPeerLost, "ranks of group ", name_, " have gone apart at collective ", collectives_, ": rank ",
-         rank_, " calls ", operation.text(), ", rank ", r, " calls ", reinterpret_cast<const char*>(theirs + 1), " of ",
-         theirs[4], " x ", c10::toString(static_cast<at::ScalarType>(theirs[3])), ", its collective ", theirs[0]);
-  }
+Operation Communicator::begin_unchecked(const char* name, at::ScalarType dtype, std::int64_t count, double bytes,
+                                        int peer) {
+  const Operation operation{name, &name_, rank_, size_, peer, dtype, count, trace_.operations()};
+  trace_.record(name, dtype, count, bytes);
+  if (peer < 0) ++collectives_;
+  return operation;
 }
 
 template <class Start>
@@ -71,10 +112,15 @@ void Work::wait() {
 
 Work Communicator::all_reduce_async_(const at::Tensor& tensor, ReduceOp op) {
   check("all_reduce_", tensor);
-  const Operation operation =
-      begin("all_reduce", tensor.scalar_type(), tensor.numel(), bytes_of(tensor) * 2 * (size_ - 1) / size_);
-  if (tensor.numel() == 0 || size_ == 1) return Work();
-  return started(operation, [&] { return start_all_reduce(tensor, op); });
+  const Operation operation = begin_unchecked("all_reduce", tensor.scalar_type(), tensor.numel(),
+                                              bytes_of(tensor) * 2 * (size_ - 1) / size_, -1);
+  if (size_ == 1) return Work();
+  return started(operation, [&] {
+    std::unique_ptr<Comparison> comparison;
+    if (compares(-1)) comparison = std::make_unique<Comparison>(*this, operation);
+    Work work = tensor.numel() == 0 ? Work() : start_all_reduce(tensor, op);
+    return comparison ? Comparison::before(std::move(comparison), std::move(work)) : std::move(work);
+  });
 }
 
 Work Communicator::all_gather_async(const at::Tensor& out, const at::Tensor& in) {

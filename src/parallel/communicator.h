@@ -136,7 +136,9 @@ class Communicator {
   void check_peer(const char* operation, int peer) const;
   /// Records the operation, compares it with the other ranks' when that is on, and describes it for who waits.
   Operation begin(const char* name, at::ScalarType dtype, std::int64_t count, double bytes, int peer = -1);
-  void compare_calls(const Operation& operation);
+  Operation begin_unchecked(const char* name, at::ScalarType dtype, std::int64_t count, double bytes, int peer);
+  [[nodiscard]] bool compares(int peer) const { return checks_calls_ && peer < 0 && size_ > 1; }
+  class Comparison;
   template <class Start>
   Work started(const Operation& operation, const Start& start);
   int rank_, size_;

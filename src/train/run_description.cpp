@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "base/log.h"
 #include "base/version.h"
+#include "model/stage_split.h"
 #include "parallel/agreement.h"
 
 namespace cram {
@@ -95,6 +96,8 @@ RunDescription resolve_run(const Config& given, const Layout& layout, const Data
   settle(config.model.vocab_size, data.vocab_size, "model.vocab_size", data);
   settle(config.model.seq_length, data.seq_length, "model.seq_length", data);
   check_model_config(config.model);
+  check_tensor_ranks(config.model, layout.tensor);
+  (void)split_layers(config.model.layers, layout.pipeline * config.parallel.virtual_stages, config.parallel.split);
   CRAM_CHECK(masked_in_row(config) > 0, kBad, "train.mask_rate=", config.train.mask_rate,
              " masks no token of a row of ", config.model.seq_length, "; the rate must be above ",
              0.5 / static_cast<double>(config.model.seq_length));
