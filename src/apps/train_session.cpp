@@ -6,13 +6,13 @@
 #include <filesystem>
 #include <sstream>
 
-#include "train/micro_batch.h"
 #include "apps/train_report.h"
 #include "base/log.h"
 #include "eval/mlm.h"
 #include "parallel/agreement.h"
 #include "parallel/mesh.h"
 #include "parallel/watchdog.h"
+#include "train/micro_batch.h"
 #include "train/micro_batch_search.h"
 #include "train/run_plan.h"
 #include "train/shared_rows.h"

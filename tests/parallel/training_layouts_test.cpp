@@ -2,6 +2,8 @@
 // control for each reduction.
 #include <ATen/Parallel.h>
 
+#include <csignal>
+
 #include "parallel/training_support.h"
 #include "support/expect_error.h"
 #include "train/run_plan.h"
@@ -375,6 +377,38 @@ TEST(Replicas, AFlippedBitIsFoundAndNamed) {
       EXPECT_NE(message.find(row.tensor), std::string::npos) << message;
       EXPECT_NE(message.find(row.expected), std::string::npos) << message;
       EXPECT_NE(message.find("(1 tensors)"), std::string::npos) << message;
+    }
+  }
+}
+
+// Whatever the plan, all ranks hear of one rank's signal in the same batch and drop it; one that comes too late for
+// that is heard after the update. A stage that waited for its answer at once would wait for ever.
+TEST(Signals, OneRanksSignalStopsAllInTheSameBatch) {
+  TrainingSetup gpipe = setup_of(1, 4, 1);
+  gpipe.schedule = "gpipe";
+  for (TrainingSetup setup : {setup_of(1, 1, 2), setup_of(2, 1, 1), setup_of(1, 2, 1), setup_of(1, 4, 1),
+                              setup_of(2, 2, 2), setup_of(1, 2, 1, 2), setup_of(1, 2, 2, 2), gpipe}) {
+    setup.micro_batch = 1;
+    setup.steps = 2;
+    const int ranks = setup.layout.world_size(), micro_batches = 24 / setup.layout.data;
+    for (const int rank : {0, ranks - 1}) {
+      for (const int look : {0, 3, micro_batches - 1, 2 * micro_batches}) {
+        const std::string what = concat(setup.text(), ", rank ", rank, ", look ", look);
+        setup.signal = [&](int r, int now) { return r == rank && now >= look ? SIGUSR1 : 0; };
+        const TrainingResult found = train(setup);
+        expect_fine(found, what);
+        // (Two looks a micro-batch with GPipe; in the exchange once more; the second step begins anew.)
+        const bool never = look > (setup.schedule == "gpipe" ? 2 * micro_batches : micro_batches);
+        ASSERT_EQ(found.stopped.size(), never ? 0U : static_cast<std::size_t>(ranks)) << what;
+        if (never) continue;
+        const bool completed = found.stopped.at(0).first;
+        for (const auto& [r, stop] : found.stopped) {
+          EXPECT_EQ(stop.first, completed) << what << ", seen by " << r;
+          EXPECT_EQ(stop.second, SIGUSR1) << what << ", seen by " << r;
+        }
+        if (look == 0 || look == 3) EXPECT_FALSE(completed) << what;
+        EXPECT_EQ(worst_norm_error(found.initial, found.final).first == 0, !completed) << what;
+      }
     }
   }
 }

@@ -161,6 +161,8 @@ struct TrainingSetup {
   std::string checkpoint;            // a step folder to start from; "" = initial values
   /// Called once on every rank when the last step is done.
   std::function<void(const ParameterStore&, const Mesh&)> finish;
+  /// The stop signal that a rank sees when it looks for it once more in a step (`look` from 0); none without.
+  std::function<int(int rank, int look)> signal;
   Sabotaged::Plan sabotage;
   /// For other negative controls: may change gradients (after their reduction) or weights of a rank.
   std::function<void(ParameterStore&, const Mesh&, std::int64_t step)> meddle;
@@ -190,10 +192,11 @@ struct TrainingResult {
   std::map<std::string, at::Tensor> first_gradients;  // of the loss sum, reduced, before clipping
   std::map<std::string, at::Tensor> initial, final;
   std::map<std::string, std::map<std::string, at::Tensor>> states;  // by the optimizer's name for them
-  std::map<int, RankSizes> sizes;                                   // by rank
-  std::map<std::string, double> bytes_per_step;                     // "group operation" -> all ranks together
-  std::vector<double> state_bytes;                                  // masters and moments, by rank
-  std::vector<at::Tensor> tied_first, tied_last;                    // of data and tensor rank 0, after every step
+  std::map<int, std::pair<bool, int>> stopped;  // by rank: whether the step that a signal came in was completed, signal
+  std::map<int, RankSizes> sizes;               // by rank
+  std::map<std::string, double> bytes_per_step;   // "group operation" -> all ranks together
+  std::vector<double> state_bytes;                // masters and moments, by rank
+  std::vector<at::Tensor> tied_first, tied_last;  // of data and tensor rank 0, after every step
 
   [[nodiscard]] bool fine() const {
     return std::all_of(messages.begin(), messages.end(), [](const std::string& m) { return m.empty(); });
@@ -325,6 +328,8 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
   for (std::int64_t step = 1; step <= setup.steps; ++step) {
     for (const auto& [name, group] : groups) group->trace().reset_bytes();
     TrainingStep::Watch watch;
+    int look = 0;
+    watch.signal = [&] { return setup.signal ? setup.signal(world.rank(), look++) : 0; };
     watch.reduced = [&] {
       if (setup.meddle) setup.meddle(store, mesh, step);
       if (step > 1) return;
@@ -337,6 +342,13 @@ inline void train_rank(Communicator& world, const TrainingSetup& setup, Training
                                                          .micro_batches = micro_batches,
                                                          .lr = 1e-2},
                                                         watch);
+    if (done.signal != 0) {
+      for (const FlatBuffers& b : store.buffers()) require(b.grad.eq(0).all().item<bool>(), "gradients stay");
+      const std::lock_guard lock(mutex);
+      result.stopped[world.rank()] = {done.completed, done.signal};
+      detail::collect(store, detail::masters(), result.final);
+      return;
+    }
     require(done.completed && done.finite, "nobody asked to stop");
     const at::Tensor norms = at::empty({world.size()}, at::kDouble);
     world.all_gather(norms, at::full({1}, done.grad_norm, at::kDouble));
