@@ -406,7 +406,7 @@ TEST(Signals, OneRanksSignalStopsAllInTheSameBatch) {
           EXPECT_EQ(stop.first, completed) << what << ", seen by " << r;
           EXPECT_EQ(stop.second, SIGUSR1) << what << ", seen by " << r;
         }
-        if (look == 0 || look == 3) EXPECT_FALSE(completed) << what;
+        EXPECT_TRUE(look > 3 || !completed) << what;
         EXPECT_EQ(worst_norm_error(found.initial, found.final).first == 0, !completed) << what;
       }
     }

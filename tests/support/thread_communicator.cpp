@@ -105,6 +105,37 @@ class Hub {
     CRAM_CHECK(parcel.taken, ExitCode::kPeerLost, "rank ", to, " left the group before it received");
   }
 
+  // An all-reduce: what the ranks gave, until the last of them has taken it. Nobody waits to give.
+  struct Round {
+    std::vector<at::Tensor> given;
+    int missing = 0;
+  };
+
+  /// The `number`th all-reduce of this rank is the `number`th of all.
+  std::shared_ptr<Round> give(std::int64_t number, int rank, const at::Tensor& tensor) {
+    const std::lock_guard lock(mutex_);
+    std::shared_ptr<Round>& round = rounds_[number];
+    if (!round) round = std::make_shared<Round>(Round{std::vector<at::Tensor>(slots_.size()), size_});
+    round->given[static_cast<std::size_t>(rank)] = tensor;
+    const std::shared_ptr<Round> mine = round;
+    if (--round->missing == 0) {
+      rounds_.erase(number);
+      changed_.notify_all();
+    }
+    return mine;
+  }
+
+  bool is_complete(const Round& round) {
+    const std::lock_guard lock(mutex_);
+    return round.missing == 0;
+  }
+
+  void wait_complete(const Round& round) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return round.missing == 0 || any_gone(); });
+    CRAM_CHECK(round.missing == 0, ExitCode::kPeerLost, "a rank left the group while others waited for it");
+  }
+
   void leave(int rank) {
     const std::lock_guard lock(mutex_);
     gone_[static_cast<std::size_t>(rank)] = true;
@@ -121,6 +152,38 @@ class Hub {
   std::vector<bool> gone_;
   std::vector<Slot> slots_;
   std::map<std::tuple<int, int, int>, std::deque<std::shared_ptr<Parcel>>> mail_;
+  std::map<std::int64_t, std::shared_ptr<Round>> rounds_;
+};
+
+// The parts that the ranks gave, added (or compared) in rank order: the result does not depend on who comes first.
+at::Tensor reduced(ReduceOp op, const std::vector<at::Tensor>& parts) {
+  at::Tensor result = parts.front().clone();
+  for (std::size_t r = 1; r < parts.size(); ++r) {
+    if (op == ReduceOp::kSum) {
+      result.add_(parts[r]);
+    } else {
+      result.copy_(at::maximum(result, parts[r]));
+    }
+  }
+  return result;
+}
+
+class ThreadAllReduce final : public Work::Pending {
+ public:
+  ThreadAllReduce(std::shared_ptr<Hub> hub, std::shared_ptr<Hub::Round> round, at::Tensor tensor, ReduceOp op)
+      : hub_(std::move(hub)), round_(std::move(round)), tensor_(std::move(tensor)), op_(op) {}
+
+  void wait() override {
+    hub_->wait_complete(*round_);
+    tensor_.copy_(reduced(op_, round_->given));
+  }
+  bool done() override { return hub_->is_complete(*round_); }
+
+ private:
+  std::shared_ptr<Hub> hub_;
+  std::shared_ptr<Hub::Round> round_;
+  at::Tensor tensor_;
+  ReduceOp op_;
 };
 
 // Sends lie in the mail at once; a receive is taken when it is waited for.
@@ -164,12 +227,10 @@ class ThreadCommunicator final : public Communicator {
   void check_tensor(const at::Tensor&) const override {}  // threads share every device
 
   Work start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
-    share(tensor);
-    const at::Tensor sum = reduced(op, [](const at::Tensor& full) { return full; });
-    finish_stream(sum);
-    hub_->barrier();  // nobody reads the inputs any more
-    tensor.copy_(sum);
-    return Work();
+    const at::Tensor given = tensor.clone();
+    finish_stream(given);
+    auto round = hub_->give(all_reduces_++, rank(), given);
+    return Work(std::make_unique<ThreadAllReduce>(hub_, std::move(round), tensor, op));
   }
 
   Work start_all_gather(const at::Tensor& out, const at::Tensor& in) override {
@@ -187,9 +248,9 @@ class ThreadCommunicator final : public Communicator {
 
   Work start_reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op) override {
     share(in);
-    const at::Tensor part = reduced(op, [&](const at::Tensor& full) {
-      return full.view({size(), -1}).select(0, rank());
-    });
+    std::vector<at::Tensor> parts;
+    for (int r = 0; r < size(); ++r) parts.push_back(hub_->slot(r).tensor.view({size(), -1}).select(0, rank()));
+    const at::Tensor part = reduced(op, parts);
     finish_stream(part);
     hub_->barrier();
     out.view({-1}).copy_(part);
@@ -242,21 +303,7 @@ class ThreadCommunicator final : public Communicator {
     hub_->barrier();
   }
 
-  // Rank order, so the result does not depend on who comes first.
-  template <class Part>
-  at::Tensor reduced(ReduceOp op, const Part& part) {
-    at::Tensor result = part(hub_->slot(0).tensor).clone();
-    for (int r = 1; r < size(); ++r) {
-      const at::Tensor other = part(hub_->slot(r).tensor);
-      if (op == ReduceOp::kSum) {
-        result.add_(other);
-      } else {
-        result.copy_(at::maximum(result, other));
-      }
-    }
-    return result;
-  }
-
+  std::int64_t all_reduces_ = 0;
   std::shared_ptr<Hub> hub_;
 };
 
