@@ -65,8 +65,18 @@ at::Tensor EncoderLayer::backward(const at::Tensor& dy, const MicroBatch& batch,
   return norm1_.backward(d_normed, saved.norm1, beside);
 }
 
+namespace {
+
+// The configuration itself, checked before a part is built from it.
+const ModelConfig& shared_by(int tensor_ranks, const ModelConfig& config) {
+  check_tensor_ranks(config, tensor_ranks);
+  return config;
+}
+
+}  // namespace
+
 Encoder::Encoder(const ModelConfig& config, ParameterStore& store, const Placement& placement)
-    : config_((check_tensor_ranks(config, placement.tensor.size()), config)),
+    : config_(shared_by(placement.tensor.size(), config)),
       store_(store),
       place_(placement),
       ranges_(placement.blocks.empty() ? split_layers(config.layers, 1, "") : placement.blocks) {
